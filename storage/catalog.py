@@ -1,0 +1,423 @@
+"""What is where: metadata of chunks over the RAM tier and the tiers below it.
+
+Owned by the scheduler half and used on its one thread: no I/O, no locks,
+nothing that grows with the store except memory. Jobs hold `Entry` objects, so
+that an entry dropped or cleared while a job runs stays valid for that job and
+is forgotten when the job lets go.
+
+Eviction from RAM is least recently used. A prefix is touched from its end to
+its start, so its head is always the younger part and its tail goes first.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from enum import Enum
+
+import numpy as np
+import numpy.typing as npt
+
+PageIds = npt.NDArray[np.int64]
+
+RAM = "ram"
+
+
+class RamState(Enum):
+    """What an entry's RAM pages hold."""
+
+    ABSENT = 0
+    FILLING = 1  # pages reserved, bytes on their way
+    READY = 2
+
+
+@dataclass(slots=True, eq=False)
+class Entry:
+    """One chunk: key, size and where it is.
+
+    Attributes:
+        key: chunk key.
+        n_blocks: blocks stored, which is also the number of RAM pages.
+        ram: state of the RAM copy.
+        pages: RAM page ids (n_blocks,) int64 while not ABSENT.
+        masks: for each lower tier, a bit for every rank that holds its record.
+        pins: jobs that use the RAM pages now.
+        writes: jobs that write this chunk to a lower tier now.
+        used: tick of the last use.
+        dead: dropped from the catalog; pages go back with the last pin.
+    """
+
+    key: bytes
+    n_blocks: int = 0
+    ram: RamState = RamState.ABSENT
+    pages: PageIds | None = None
+    masks: list[int] = field(default_factory=list)
+    pins: int = 0
+    writes: int = 0
+    used: int = 0
+    uses: int = 0
+    dead: bool = False
+
+
+@dataclass(slots=True)
+class CatalogCounts:
+    """Counters and gauges; counters only grow."""
+
+    ram_evicted_chunks: int = 0
+    ram_evicted_lost_chunks: int = 0  # evicted and on no lower tier
+    no_page_chunks: int = 0  # a save found no page
+
+
+class Catalog:
+    """Chunk key to places, RAM page allocation and eviction.
+
+    Args:
+        tiers: names of the tiers below RAM, fastest first.
+        n_ranks: ranks that must hold a record before it counts.
+        retain_in_ram: False when RAM is only a staging area: pages go back as
+            soon as the lower tiers have been written.
+    """
+
+    def __init__(self, tiers: Sequence[str], n_ranks: int = 1, *, retain_in_ram: bool = True) -> None:
+        self.tiers = tuple(tiers)
+        self.retain_in_ram = retain_in_ram
+        self.counts = CatalogCounts()
+        self.version = 0  # changes whenever an answer of `source` may change
+        self._all_ranks = (1 << n_ranks) - 1
+        self._entries: dict[bytes, Entry] = {}
+        self._free: list[int] = []
+        self._n_pages = 0
+        # READY and unpinned, by last use; apart, because a load may only push
+        # out what a lower tier still holds.
+        self._spare: OrderedDict[bytes, Entry] = OrderedDict()
+        self._only: OrderedDict[bytes, Entry] = OrderedDict()
+        self._spare_pages = 0
+        self._only_pages = 0
+        self._tick = 0
+        self._on_tier = [0] * len(self.tiers)
+        self._offline = [False] * len(self.tiers)
+        self._ram_chunks = 0
+
+    # -- size ------------------------------------------------------------
+
+    def add_pages(self, n_pages: int) -> None:
+        """Make pages 0..n_pages-1 usable (the arena has grown to this size)."""
+        if n_pages > self._n_pages:
+            self._free.extend(range(n_pages - 1, self._n_pages - 1, -1))
+            self._n_pages = n_pages
+
+    @property
+    def n_pages(self) -> int:
+        """Usable RAM pages."""
+        return self._n_pages
+
+    @property
+    def free_pages(self) -> int:
+        """RAM pages that hold nothing."""
+        return len(self._free)
+
+    @property
+    def pinned_pages(self) -> int:
+        """RAM pages that a job uses now."""
+        return self._n_pages - len(self._free) - self._spare_pages - self._only_pages
+
+    def resident(self) -> dict[str, int]:
+        """Return the number of chunks on each tier, RAM included."""
+        counts = dict(zip(self.tiers, self._on_tier, strict=True))
+        return {RAM: self._ram_chunks, **counts}
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    # -- lookup ----------------------------------------------------------
+
+    def get(self, key: bytes) -> Entry | None:
+        """Return the entry of ``key``, wherever it is."""
+        return self._entries.get(key)
+
+    def source(self, key: bytes) -> str | None:
+        """Return the fastest place that can serve ``key`` now, or None."""
+        entry = self._entries.get(key)
+        return None if entry is None else self.source_of(entry)
+
+    def source_of(self, entry: Entry) -> str | None:
+        """Return the fastest place that can serve ``entry`` now, or None."""
+        if entry.ram is RamState.READY and self.retain_in_ram:
+            return RAM
+        if not entry.dead:
+            for i, mask in enumerate(entry.masks):
+                if mask == self._all_ranks and not self._offline[i]:
+                    return self.tiers[i]
+        return None
+
+    def run_length(self, keys: Iterable[bytes]) -> int:
+        """Return how many leading ``keys`` can be served."""
+        n = 0
+        entries = self._entries
+        for key in keys:
+            entry = entries.get(key)
+            if entry is None or (
+                (entry.ram is not RamState.READY or not self.retain_in_ram)
+                and self.source_of(entry) is None
+            ):
+                break
+            n += 1
+        return n
+
+    def touch(self, keys: Iterable[bytes]) -> None:
+        """Mark chunks as just used; give a prefix from its end to its start."""
+        for key in keys:
+            entry = self._entries.get(key)
+            if entry is not None:
+                self._tick += 1
+                entry.used = self._tick
+                entry.uses += 1
+                if entry.pins == 0:
+                    if key in self._spare:
+                        self._spare.move_to_end(key)
+                    elif key in self._only:
+                        self._only.move_to_end(key)
+
+    def set_offline(self, tier: str, offline: bool) -> None:
+        """Take a lower tier out of (or back into) lookups; what it holds stays known."""
+        i = self.tiers.index(tier)
+        if self._offline[i] != offline:
+            self._offline[i] = offline
+            self.version += 1
+
+    # -- pages -----------------------------------------------------------
+
+    def begin_save(self, key: bytes, n_blocks: int) -> Entry | None:
+        """Reserve pages for a chunk that is not in RAM; the entry comes pinned.
+
+        Returns None when no page can be had (everything is pinned); counted.
+        """
+        entry = self._reserve(key, n_blocks, may_lose=True)
+        if entry is None:
+            self.counts.no_page_chunks += 1
+        return entry
+
+    def begin_promote(self, key: bytes, n_blocks: int) -> Entry | None:
+        """Reserve pages to load a chunk of a lower tier into; the entry comes pinned.
+
+        Only free pages and chunks that a lower tier also holds give way.
+        Returns None when there are none: the load streams through staging.
+        """
+        entry = self._entries.get(key)
+        if entry is None or entry.ram is not RamState.ABSENT or not self.retain_in_ram:
+            return None
+        return self._reserve(key, n_blocks, may_lose=False)
+
+    def _reserve(self, key: bytes, n_blocks: int, *, may_lose: bool) -> Entry | None:
+        if n_blocks < 1:
+            raise ValueError(f"a chunk has at least one block, not {n_blocks}")
+        pages = self._take(n_blocks, may_lose=may_lose)
+        if pages is None:
+            return None
+        entry = self._entries.get(key)
+        if entry is None:
+            entry = self._new_entry(key)
+        assert entry.ram is RamState.ABSENT
+        assert entry.pages is None
+        entry.n_blocks = n_blocks
+        entry.pages = pages
+        entry.ram = RamState.FILLING
+        entry.pins += 1
+        return entry
+
+    def _new_entry(self, key: bytes) -> Entry:
+        entry = Entry(key, masks=[0] * len(self.tiers))
+        self._tick += 1
+        entry.used = self._tick
+        self._entries[key] = entry
+        return entry
+
+    def _take(self, n_pages: int, *, may_lose: bool) -> PageIds | None:
+        room = len(self._free) + self._spare_pages + (self._only_pages if may_lose else 0)
+        if room < n_pages:
+            return None
+        while len(self._free) < n_pages:
+            self._evict_one(may_lose=may_lose)
+        taken = self._free[-n_pages:]
+        del self._free[-n_pages:]
+        taken.reverse()
+        return np.array(taken, dtype=np.int64)
+
+    def _evict_one(self, *, may_lose: bool) -> None:
+        spare = next(iter(self._spare.values()), None)
+        only = next(iter(self._only.values()), None) if may_lose else None
+        if spare is None or (only is not None and only.used < spare.used):
+            assert only is not None
+            self.counts.ram_evicted_lost_chunks += 1
+            victim = only
+        else:
+            victim = spare
+        self.counts.ram_evicted_chunks += 1
+        self._release(victim)
+
+    def _release(self, entry: Entry) -> None:
+        """Give an unpinned entry's pages back."""
+        assert entry.pins == 0
+        assert entry.pages is not None
+        self._leave_lru(entry)
+        if entry.ram is RamState.READY:
+            self._ram_chunks -= 1
+        self._free.extend(entry.pages.tolist()[::-1])
+        entry.pages = None
+        entry.ram = RamState.ABSENT
+        self.version += 1
+        self._forget_if_nowhere(entry)
+
+    def _forget_if_nowhere(self, entry: Entry) -> None:
+        if entry.pages is None and not any(entry.masks) and entry.pins == 0 and entry.writes == 0:
+            if self._entries.get(entry.key) is entry:
+                del self._entries[entry.key]
+
+    # -- pins ------------------------------------------------------------
+
+    def pin(self, entry: Entry) -> None:
+        """Keep the RAM pages of an entry in place."""
+        assert entry.pages is not None
+        if entry.pins == 0:
+            self._leave_lru(entry)
+        entry.pins += 1
+
+    def unpin(self, entry: Entry) -> None:
+        """Let go of one pin."""
+        assert entry.pins > 0
+        entry.pins -= 1
+        if entry.pins:
+            return
+        if entry.pages is None:
+            self._forget_if_nowhere(entry)
+        elif entry.dead or entry.ram is not RamState.READY or not self.retain_in_ram:
+            self._release(entry)
+        else:
+            self._join_lru(entry)
+
+    def filled(self, entry: Entry, ok: bool) -> None:
+        """Record that a FILLING entry's pages hold its bytes now (or never will)."""
+        assert entry.pins > 0
+        assert entry.ram is RamState.FILLING
+        if ok and not entry.dead:
+            entry.ram = RamState.READY
+            self._ram_chunks += 1
+            self.version += 1
+
+    def lose_ram(self, entry: Entry) -> None:
+        """The RAM copy is not to be trusted any more."""
+        if entry.ram is not RamState.READY:
+            return
+        if entry.pins == 0:
+            self._release(entry)
+        else:  # never READY again in these pages; they go back with the last pin
+            self._ram_chunks -= 1
+            entry.ram = RamState.FILLING
+            self.version += 1
+
+    def _join_lru(self, entry: Entry) -> None:
+        held = any(mask == self._all_ranks for mask in entry.masks)
+        if held:
+            self._spare[entry.key] = entry
+            self._spare_pages += entry.n_blocks
+        else:
+            self._only[entry.key] = entry
+            self._only_pages += entry.n_blocks
+
+    def _leave_lru(self, entry: Entry) -> None:
+        if self._spare.pop(entry.key, None) is not None:
+            self._spare_pages -= entry.n_blocks
+        elif self._only.pop(entry.key, None) is not None:
+            self._only_pages -= entry.n_blocks
+
+    # -- lower tiers -----------------------------------------------------
+
+    def tier_added(self, tier: str, key: bytes, rank: int, n_blocks: int = 0) -> None:
+        """Rank ``rank`` holds a record of ``key`` on ``tier``."""
+        i = self.tiers.index(tier)
+        entry = self._entries.get(key)
+        if entry is None:
+            entry = self._new_entry(key)
+        if n_blocks and not entry.n_blocks:
+            entry.n_blocks = n_blocks
+        self._set_mask(entry, i, entry.masks[i] | (1 << rank))
+
+    def tier_removed(self, tier: str, key: bytes, rank: int | None = None) -> None:
+        """Rank ``rank`` (None: every rank) no longer serves ``key`` from ``tier``."""
+        i = self.tiers.index(tier)
+        entry = self._entries.get(key)
+        if entry is not None:
+            self._set_mask(entry, i, 0 if rank is None else entry.masks[i] & ~(1 << rank))
+            self._forget_if_nowhere(entry)
+
+    def _set_mask(self, entry: Entry, i: int, mask: int) -> None:
+        before, entry.masks[i] = entry.masks[i], mask
+        if (before == self._all_ranks) == (mask == self._all_ranks):
+            return
+        self._on_tier[i] += 1 if mask == self._all_ranks else -1
+        self.version += 1
+        if entry.key in self._spare or entry.key in self._only:
+            self._leave_lru(entry)  # to the other list, at its age
+            self._join_lru_at_age(entry)
+
+    def _join_lru_at_age(self, entry: Entry) -> None:
+        self._join_lru(entry)
+        target = self._spare if entry.key in self._spare else self._only
+        newest = next(reversed(target.values()))
+        assert newest is entry
+        # Usually it is about the youngest; walk it back while it is older.
+        younger = []
+        for other in reversed(target.values()):
+            if other is entry:
+                continue
+            if other.used < entry.used or len(younger) >= 64:
+                break
+            younger.append(other.key)
+        for key in reversed(younger):
+            target.move_to_end(key)
+
+    def drop(self, key: bytes) -> None:
+        """Forget a chunk everywhere; running jobs keep their pages until they end."""
+        entry = self._entries.pop(key, None)
+        if entry is None:
+            return
+        for i in range(len(self.tiers)):
+            self._set_mask(entry, i, 0)
+        if entry.ram is RamState.READY and entry.pins:
+            self._ram_chunks -= 1
+            entry.ram = RamState.FILLING
+        entry.dead = True
+        self.version += 1
+        if entry.pages is not None and entry.pins == 0:
+            self._release(entry)
+
+    def clear(self) -> int:
+        """Forget everything; return how many chunks running jobs still hold."""
+        held = 0
+        for key in list(self._entries):
+            entry = self._entries[key]
+            held += entry.pins > 0
+            self.drop(key)
+        return held
+
+    def check(self) -> None:
+        """Assert every invariant (tests; walks everything)."""
+        ready = [e for e in self._entries.values() if e.ram is RamState.READY]
+        assert self._ram_chunks == len(ready)
+        pages: list[int] = list(self._free)
+        for entry in self._entries.values():
+            assert not entry.dead
+            assert (entry.pages is None) == (entry.ram is RamState.ABSENT)
+            assert entry.pages is None or len(entry.pages) == entry.n_blocks
+            assert entry.pins == 0 or entry.pages is not None
+            in_lru = (entry.key in self._spare) + (entry.key in self._only)
+            assert in_lru == int(entry.ram is RamState.READY and entry.pins == 0)
+            if entry.pages is not None:
+                pages.extend(entry.pages.tolist())
+        assert len(pages) == len(set(pages))
+        assert self._spare_pages == sum(e.n_blocks for e in self._spare.values())
+        assert self._only_pages == sum(e.n_blocks for e in self._only.values())
+        for i in range(len(self.tiers)):
+            n = sum(e.masks[i] == self._all_ranks for e in self._entries.values())
+            assert n == self._on_tier[i]
