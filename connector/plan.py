@@ -8,86 +8,8 @@ neither is changed after it has been handed over.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from enum import IntEnum
 
-import numpy as np
-import numpy.typing as npt
-
-Ids = npt.NDArray[np.int64]
-
-
-class ChunkStatus(IntEnum):
-    """How one chunk of a job ended. Not attempted counts as failed."""
-
-    NOT_ATTEMPTED = 0
-    OK = 1
-    MISSING = 2
-    DAMAGED = 3
-    TIER_DOWN = 4
-    COPY_FAILED = 5
-    DEADLINE = 6
-    CANCELLED = 7
-
-
-@dataclass(frozen=True, slots=True)
-class SaveChunk:
-    """One chunk to copy out of the device.
-
-    Attributes:
-        blocks: device block ids (n,) int64, in token order.
-        pages: RAM page ids (n,) int64, one for each block.
-        tiers: names of the lower tiers to write behind.
-    """
-
-    key: bytes
-    group: int
-    start_tokens: int
-    end_tokens: int
-    blocks: Ids
-    pages: Ids
-    tiers: tuple[str, ...] = ()
-
-
-@dataclass(frozen=True, slots=True)
-class SaveJob:
-    """Chunks whose device blocks are valid once this step's forward has run."""
-
-    job_id: int
-    chunks: tuple[SaveChunk, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class LoadChunk:
-    """One chunk to bring to the device.
-
-    Attributes:
-        source: "ram" or the name of a lower tier.
-        n_blocks: blocks that the record stores.
-        offset_blocks: first stored block to use.
-        blocks: device block ids (m,) int64 to fill, m <= n_blocks - offset_blocks.
-        pages: RAM page ids (n_blocks,) int64: where the bytes are (source "ram")
-            or shall stay; None streams through the worker's staging pages.
-    """
-
-    key: bytes
-    group: int
-    start_tokens: int
-    end_tokens: int
-    source: str
-    n_blocks: int
-    offset_blocks: int
-    blocks: Ids
-    pages: Ids | None
-
-
-@dataclass(frozen=True, slots=True)
-class LoadJob:
-    """Everything that one request waits for; chunks in token order."""
-
-    job_id: int
-    request_id: str
-    deadline_s: float  # from the worker's receipt
-    chunks: tuple[LoadChunk, ...]
+from ..storage.jobs import Event, LoadJob, SaveJob
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,60 +39,6 @@ class Plan:
     cancels: tuple[int, ...] = ()
     touches: tuple[tuple[str, tuple[bytes, ...]], ...] = ()
     removals: tuple[tuple[str, bytes, str], ...] = ()
-
-
-@dataclass(frozen=True, slots=True)
-class SaveCopied:
-    """Device blocks have been read (or given up); they may be reused. One `ChunkStatus` a chunk."""
-
-    job_id: int
-    statuses: bytes
-
-
-@dataclass(frozen=True, slots=True)
-class SaveRetired:
-    """Nothing of the job is left in the worker: its RAM pages are free to go.
-
-    ``written`` names (chunk index, tier) pairs that are on a lower tier now.
-    """
-
-    job_id: int
-    written: tuple[tuple[int, str], ...] = ()
-
-
-@dataclass(frozen=True, slots=True)
-class LoadDone:
-    """All of a load's device blocks are final. One `ChunkStatus` a chunk."""
-
-    job_id: int
-    request_id: str
-    statuses: bytes
-
-
-@dataclass(frozen=True, slots=True)
-class LoadRetired:
-    """No thread touches the job's RAM pages any more.
-
-    ``filled`` has a 1 for each chunk whose RAM pages now hold its verified bytes.
-    """
-
-    job_id: int
-    filled: bytes
-
-
-@dataclass(frozen=True, slots=True)
-class TierNews:
-    """Records that appeared on or vanished from a tier of this rank."""
-
-    tier: str
-    added: tuple[bytes, ...] = ()
-    removed: tuple[bytes, ...] = ()
-    complete: bool = True
-    online: bool = True
-    reset: bool = False  # everything known before is void
-
-
-Event = SaveCopied | SaveRetired | LoadDone | LoadRetired | TierNews
 
 
 @dataclass(frozen=True, slots=True)

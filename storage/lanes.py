@@ -1,0 +1,145 @@
+"""Worker threads with a queue: one lane for each kind of work on each tier.
+
+Guarantees: a task that was accepted runs exactly once or is handed back by
+`close`; a task never raises into the lane (tasks report for themselves); a
+thread stuck in a task is replaced, up to a bound, so that one hung read costs
+one thread and not the lane.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections import deque
+from collections.abc import Callable
+
+logger = logging.getLogger("kvtier.lanes")
+
+Task = Callable[[], None]
+
+
+class Lane:
+    """A queue of tasks and the threads that run them.
+
+    Args:
+        max_bytes: bound on the bytes of queued and running tasks; None has no
+            bound of its own (loads, which the engine's admission bounds).
+        max_stuck: threads that may be stuck at once before `poll` says so.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        n_threads: int,
+        clock: Callable[[], float],
+        *,
+        max_bytes: int | None = None,
+        hang_s: float = 30.0,
+        max_stuck: int = 4,
+    ) -> None:
+        self.name = name
+        self._clock = clock
+        self._max_bytes = max_bytes
+        self._hang_s = hang_s
+        self._max_stuck = max_stuck
+        self._cond = threading.Condition()
+        self._queue: deque[tuple[Task, int]] = deque()
+        self._queued_bytes = 0
+        self._busy: dict[int, float] = {}  # worker number -> since when
+        self._stuck: set[int] = set()
+        self._closed = False
+        self._n_started = 0
+        self._threads: dict[int, threading.Thread] = {}
+        with self._cond:
+            for _ in range(n_threads):
+                self._start_thread()
+
+    def _start_thread(self) -> None:
+        number = self._n_started
+        self._n_started += 1
+        thread = threading.Thread(
+            target=self._run, args=(number,), name=f"kvtier-{self.name}-{number}", daemon=True
+        )
+        self._threads[number] = thread
+        thread.start()
+
+    @property
+    def queued_bytes(self) -> int:
+        """Bytes of tasks that wait or run."""
+        return self._queued_bytes
+
+    @property
+    def idle(self) -> bool:
+        """Whether nothing waits and nothing runs, stuck threads aside."""
+        with self._cond:
+            return not self._queue and len(self._busy) == len(self._stuck)
+
+    def offer(self, task: Task, n_bytes: int = 0) -> bool:
+        """Queue a task; False when the lane is full or closed. Never blocks."""
+        with self._cond:
+            full = (
+                self._max_bytes is not None
+                and self._queued_bytes > 0
+                and self._queued_bytes + n_bytes > self._max_bytes
+            )
+            if self._closed or full:
+                return False
+            self._queue.append((task, n_bytes))
+            self._queued_bytes += n_bytes
+            self._cond.notify()
+            return True
+
+    def _run(self, number: int) -> None:
+        while True:
+            with self._cond:
+                while not self._queue and not self._closed and number not in self._stuck:
+                    self._cond.wait()
+                if number in self._stuck or not self._queue:
+                    self._threads.pop(number, None)
+                    self._stuck.discard(number)
+                    return
+                task, n_bytes = self._queue.popleft()
+                self._busy[number] = self._clock()
+            try:
+                task()
+            except Exception:  # a bug of ours: the thread lives on, the log tells
+                logger.exception("kvtier: a %s task failed unexpectedly", self.name)
+            finally:
+                with self._cond:
+                    self._busy.pop(number, None)
+                    self._queued_bytes -= n_bytes
+
+    def poll(self) -> bool:
+        """Replace threads stuck for longer than ``hang_s``; False when too many are.
+
+        Cheap; called now and then from the engine's thread.
+        """
+        if not self._busy:
+            return True
+        with self._cond:
+            if self._closed:
+                return True
+            late_s = self._clock() - self._hang_s
+            for number, since_s in self._busy.items():
+                if since_s < late_s and number not in self._stuck:
+                    if len(self._stuck) >= self._max_stuck:
+                        return False
+                    self._stuck.add(number)
+                    self._start_thread()
+            return len(self._stuck) < self._max_stuck
+
+    def close(self) -> list[Task]:
+        """Refuse new tasks and return those that had not started. Does not wait."""
+        with self._cond:
+            self._closed = True
+            left = [task for task, _ in self._queue]
+            self._queued_bytes -= sum(n for _, n in self._queue)
+            self._queue.clear()
+            self._cond.notify_all()
+            return left
+
+    def join(self, deadline_s: float) -> bool:
+        """Wait for the threads until the clock shows ``deadline_s``; True when all ended."""
+        for thread in list(self._threads.values()):
+            thread.join(max(0.0, deadline_s - self._clock()))
+        return not any(thread.is_alive() for thread in list(self._threads.values()))
