@@ -79,7 +79,9 @@ class Catalog:
             soon as the lower tiers have been written.
     """
 
-    def __init__(self, tiers: Sequence[str], n_ranks: int = 1, *, retain_in_ram: bool = True) -> None:
+    def __init__(
+        self, tiers: Sequence[str], n_ranks: int = 1, *, retain_in_ram: bool = True
+    ) -> None:
         self.tiers = tuple(tiers)
         self.retain_in_ram = retain_in_ram
         self.counts = CatalogCounts()
@@ -367,7 +369,7 @@ class Catalog:
         newest = next(reversed(target.values()))
         assert newest is entry
         # Usually it is about the youngest; walk it back while it is older.
-        younger = []
+        younger: list[bytes] = []
         for other in reversed(target.values()):
             if other is entry:
                 continue
