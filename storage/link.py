@@ -1,0 +1,201 @@
+"""A tier with everything around it: breakers, queues, counts, log lines.
+
+Guarantees: no exception of a tier gets past a link; one log line for each
+change of state; while the tier is off, loads fail at once and saves are
+dropped and counted; a probe brings it back.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from .breaker import Breaker
+from .counts import Counts
+from .errors import RecordDamaged, RecordMissing, TierRefused, TierUnavailable
+from .jobs import ChunkStatus
+from .lanes import Lane
+from .tier import Buffers, RecordSpec, Tier
+
+logger = logging.getLogger("kvtier.tier")
+
+_PROBE_KEY = b"\0" * 32 + b"\0"
+
+
+@dataclass(frozen=True, slots=True)
+class LinkLimits:
+    """Bounds of one tier's link."""
+
+    load_threads: int = 4
+    save_threads: int = 2
+    save_queue_bytes: int = 1 << 30
+    failures_to_open: int = 3
+    min_backoff_s: float = 1.0
+    max_backoff_s: float = 30.0
+    hang_s: float = 20.0
+    max_stuck_threads: int = 4
+
+
+class TierLink:
+    """One lower tier as the transfer uses it.
+
+    Args:
+        tier: the tier itself; the link closes it.
+        counts: where to count.
+        clock: monotonic seconds.
+    """
+
+    def __init__(
+        self, tier: Tier, counts: Counts, clock: Callable[[], float], limits: LinkLimits
+    ) -> None:
+        self.tier = tier
+        self.name = tier.name
+        self._counts = counts
+        self._clock = clock
+        self._closing = False
+        backoff = {"min_backoff_s": limits.min_backoff_s, "max_backoff_s": limits.max_backoff_s}
+        self.breaker = Breaker(clock, self._on_outage, threshold=limits.failures_to_open, **backoff)
+        self.write_breaker = Breaker(clock, self._on_refusal, threshold=1, **backoff)
+        self.load_lane = Lane(
+            f"{self.name}-load",
+            limits.load_threads,
+            clock,
+            hang_s=limits.hang_s,
+            max_stuck=limits.max_stuck_threads,
+        )
+        self.save_lane = Lane(
+            f"{self.name}-save",
+            limits.save_threads,
+            clock,
+            max_bytes=limits.save_queue_bytes,
+            hang_s=limits.hang_s,
+            max_stuck=limits.max_stuck_threads,
+        )
+
+    @property
+    def online(self) -> bool:
+        """Whether loads are worth trying."""
+        return self.breaker.closed and not self._closing
+
+    @property
+    def writable(self) -> bool:
+        """Whether saves are worth trying."""
+        return self.online and self.write_breaker.closed
+
+    def _on_outage(self, is_open: bool, reason: str) -> None:
+        self._counts.add(
+            f"breaker_opened.{self.name}" if is_open else f"breaker_closed.{self.name}"
+        )
+        if is_open:
+            logger.warning(
+                "kvtier: tier %s is off: %s; it is tried again by itself", self.name, reason
+            )
+        else:
+            logger.warning("kvtier: tier %s %s", self.name, reason)
+
+    def _on_refusal(self, is_open: bool, reason: str) -> None:
+        self._counts.add(f"refusal_began.{self.name}" if is_open else f"refusal_ended.{self.name}")
+        if is_open:
+            logger.warning(
+                "kvtier: tier %s takes no saves: %s; loads go on, saves are tried again by themselves",
+                self.name,
+                reason,
+            )
+        else:
+            logger.warning("kvtier: tier %s takes saves again", self.name)
+
+    def load(self, spec: RecordSpec, into: Buffers) -> ChunkStatus:
+        """Read one verified record; on a lane's thread. A damaged one is quarantined."""
+        if not self.online:
+            return ChunkStatus.TIER_DOWN
+        begin_s = self._clock()
+        try:
+            n_bytes = self.tier.get(spec, into)
+        except RecordMissing:
+            self.breaker.success()
+            self._counts.add(f"load_failed_chunks.{self.name}.missing")
+            return ChunkStatus.MISSING
+        except RecordDamaged as err:
+            self.breaker.success()
+            self._counts.add(f"load_failed_chunks.{self.name}.{err.reason.value}")
+            self.discard(spec.key, str(err))
+            return ChunkStatus.DAMAGED
+        except TierUnavailable as err:
+            self._counts.add(f"load_failed_chunks.{self.name}.unavailable")
+            self.breaker.failure(str(err))
+            return ChunkStatus.TIER_DOWN
+        except Exception as err:  # a tier's bug must not stop the engine
+            logger.exception("kvtier: tier %s failed unexpectedly", self.name)
+            self._counts.add(f"load_failed_chunks.{self.name}.unexpected")
+            self.breaker.failure(repr(err))
+            return ChunkStatus.TIER_DOWN
+        self.breaker.success()
+        self._counts.add(f"load_bytes.{self.name}", n_bytes)
+        self._counts.add(f"load_chunks.{self.name}")
+        self._counts.add(f"load_s.{self.name}", self._clock() - begin_s)
+        return ChunkStatus.OK
+
+    def discard(self, key: bytes, reason: str) -> None:
+        """Take a bad record out of sight; best effort."""
+        try:
+            self.tier.quarantine(key, reason)
+        except Exception as err:  # the record stays forgotten by the catalog
+            logger.debug("kvtier: quarantine failed: %r", err)
+            self._counts.add(f"quarantine_failed.{self.name}")
+
+    def save(self, spec: RecordSpec, payload: Buffers) -> bool:
+        """Write one record; on a lane's thread. True when it is on the tier."""
+        if not self.writable:
+            self._counts.add(f"save_dropped_chunks.{self.name}.tier_off")
+            return False
+        begin_s = self._clock()
+        try:
+            self.tier.put(spec, payload)
+        except TierRefused as err:
+            self._counts.add(f"save_dropped_chunks.{self.name}.refused")
+            self.breaker.success()
+            self.write_breaker.failure(str(err))
+            return False
+        except TierUnavailable as err:
+            self._counts.add(f"save_dropped_chunks.{self.name}.unavailable")
+            self.breaker.failure(str(err))
+            return False
+        except Exception as err:  # a tier's bug must not stop the engine
+            logger.exception("kvtier: tier %s failed unexpectedly", self.name)
+            self._counts.add(f"save_dropped_chunks.{self.name}.unexpected")
+            self.breaker.failure(repr(err))
+            return False
+        self.breaker.success()
+        self.write_breaker.success()
+        self._counts.add(f"save_bytes.{self.name}", spec.raw_bytes)
+        self._counts.add(f"save_chunks.{self.name}")
+        self._counts.add(f"save_s.{self.name}", self._clock() - begin_s)
+        return True
+
+    def poll(self) -> None:
+        """Replace stuck threads, open the breaker when too many are, send due probes."""
+        if not self.load_lane.poll() or not self.save_lane.poll():
+            self.breaker.trip("too many reads or writes never came back")
+        if self.breaker.take_probe() and not self.save_lane.offer(self._probe):
+            self.breaker.failure("no thread is free to probe")
+        if self.write_breaker.take_probe():
+            self.write_breaker.success()  # the next save is the probe
+
+    def _probe(self) -> None:
+        try:
+            self.tier.contains_many([_PROBE_KEY])
+        except Exception as err:
+            self.breaker.failure(str(err))
+        else:
+            self.breaker.success()
+
+    def close(self, stop_s: float) -> None:
+        """Stop: tasks not begun only report, running ones have until the clock shows ``stop_s``."""
+        self._closing = True
+        for lane in (self.load_lane, self.save_lane):
+            for task in lane.close():
+                task()  # the link is offline: the task only reports
+        for lane in (self.load_lane, self.save_lane):
+            lane.join(stop_s)
+        self.tier.close()

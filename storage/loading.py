@@ -1,0 +1,105 @@
+"""One load job on its way: who is in it, what has landed, who must be told.
+
+Guarantees, for every job:
+
+- `LoadDone` is reported exactly once, and after it no byte of this job can
+  reach a device block: a copy begins only while the job is open, and the
+  report waits for copies that have begun.
+- `LoadRetired` is reported exactly once, when no thread holds the job's RAM
+  pages any more; a read that never returns delays only this.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+
+from .jobs import ChunkStatus, Event, LoadDone, LoadJob, LoadRetired
+
+
+class LoadState:
+    """Progress of one `LoadJob`. Thread-safe.
+
+    Args:
+        emit: takes the events, from whichever thread finishes.
+    """
+
+    def __init__(self, job: LoadJob, deadline_at_s: float, emit: Callable[[Event], None]) -> None:
+        self.job = job
+        self.deadline_at_s = deadline_at_s
+        self._emit = emit
+        self._lock = threading.Lock()
+        n = len(job.chunks)
+        self._statuses = bytearray(n)
+        self._filled = bytearray(n)
+        self._left = n  # chunks whose task has not ended
+        self._copies = 0  # copies to the device under way
+        self._first_bad = n  # nothing after a failed chunk is needed
+        self._closed_as: ChunkStatus | None = None
+        self._done = False
+
+    @property
+    def done(self) -> bool:
+        """Whether `LoadDone` has been reported."""
+        return self._done
+
+    def wanted(self, index: int) -> bool:
+        """Whether reading chunk ``index`` still makes sense."""
+        return self._closed_as is None and index <= self._first_bad
+
+    def begin_copy(self) -> bool:
+        """Ask to write device blocks; False once the job is closed."""
+        with self._lock:
+            if self._closed_as is not None or self._done:
+                return False
+            self._copies += 1
+            return True
+
+    def end_copy(self) -> None:
+        """The copy is over: no byte of it is under way any more."""
+        with self._lock:
+            self._copies -= 1
+            done = self._take_done()
+        self._report(done)
+
+    def filled(self, index: int) -> None:
+        """Chunk ``index``'s own RAM pages hold its verified bytes."""
+        self._filled[index] = 1
+
+    def finish(self, index: int, status: ChunkStatus) -> None:
+        """The task of chunk ``index`` has ended and let go of its pages."""
+        with self._lock:
+            if not self._done:
+                self._statuses[index] = status
+            if status is not ChunkStatus.OK:
+                self._first_bad = min(self._first_bad, index)
+            self._left -= 1
+            done = self._take_done()
+            retired = LoadRetired(self.job.job_id, bytes(self._filled)) if self._left == 0 else None
+        self._report(done)
+        if retired is not None:
+            self._emit(retired)
+
+    def close(self, why: ChunkStatus) -> None:
+        """Let no further copy begin and report as soon as none is under way."""
+        with self._lock:
+            if self._done or self._closed_as is not None:
+                return
+            self._closed_as = why
+            done = self._take_done()
+        self._report(done)
+
+    def _take_done(self) -> LoadDone | None:
+        over = self._left == 0 or self._closed_as is not None
+        if self._done or not over or self._copies:
+            return None
+        self._done = True
+        if self._closed_as is not None:
+            for i, status in enumerate(self._statuses):
+                if status == ChunkStatus.NOT_ATTEMPTED:
+                    self._statuses[i] = self._closed_as
+        return LoadDone(self.job.job_id, self.job.request_id, bytes(self._statuses))
+
+    def _report(self, event: Event | None) -> None:
+        if event is not None:
+            self._emit(event)

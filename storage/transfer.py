@@ -1,0 +1,493 @@
+"""Moves chunks between device blocks, RAM pages and the tiers below.
+
+The worker half's engine, without anything of vLLM or torch: the device copies
+come through a `BlockMover`. Nothing here decides what to move; jobs say so.
+
+Guarantees:
+
+- Every job reports exactly once for each of its two ends (see
+  `kvtier.storage.jobs`), at shutdown too.
+- `submit_*`, `poll` and `take_events` never block on I/O.
+- Loads have lanes of their own and are never dropped; saves are dropped, and
+  counted, when their lane is full.
+- A tier's fault ends in a status, never in an exception.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from .counts import Counts
+from .jobs import (
+    ChunkStatus,
+    Event,
+    LoadChunk,
+    LoadJob,
+    SaveChunk,
+    SaveCopied,
+    SaveJob,
+    SaveRetired,
+    TierNews,
+)
+from .lanes import Lane
+from .link import LinkLimits, TierLink
+from .loading import LoadState
+from .tier import RecordSpec, Tier
+
+logger = logging.getLogger("kvtier.transfer")
+
+RAM_BATCH_BYTES = 64 << 20
+NEWS_EVERY_S = 0.1
+COPY_TIMEOUT_S = 120.0
+STOP_S = 2.0
+
+Ids = npt.NDArray[np.int64]
+
+
+class CopyTicket(Protocol):
+    """A copy under way."""
+
+    def wait(self, timeout_s: float) -> None:
+        """Block until the copy is complete; raises when it failed."""
+
+
+class BlockMover(Protocol):
+    """Copies whole blocks between the device and RAM pages; see `kvtier.connector.mover`."""
+
+    def save(self, group: int, block_ids: Ids, page_ids: Ids, after: Any = None) -> CopyTicket:
+        """Device blocks to RAM pages."""
+
+    def load(self, group: int, block_ids: Ids, page_ids: Ids, after: Any = None) -> CopyTicket:
+        """RAM pages to device blocks."""
+
+
+class Pages(Protocol):
+    """RAM pages; see `kvtier.storage.ram`."""
+
+    def buffers(self, page_ids: Any, used_bytes: int) -> list[memoryview]:
+        """The first ``used_bytes`` of each page, adjacent pages merged."""
+
+
+@dataclass(frozen=True, slots=True)
+class TransferLimits:
+    """Threads and bounds.
+
+    Attributes:
+        copy_threads: threads that copy between RAM pages and the device, each way.
+        hang_s: a copy that takes longer costs its thread, which is replaced.
+        links: bounds of each tier, by name.
+    """
+
+    copy_threads: int = 1
+    hang_s: float = 60.0
+    links: dict[str, LinkLimits] = field(default_factory=dict)
+
+
+class Staging:
+    """Slots of pages for loads that got no pages of their own."""
+
+    def __init__(self, page_ids: Sequence[int], pages_per_slot: int) -> None:
+        self._slots: deque[Ids] = deque(
+            np.asarray(page_ids[i : i + pages_per_slot], dtype=np.int64)
+            for i in range(0, len(page_ids) - pages_per_slot + 1, pages_per_slot)
+        )
+        if not self._slots:
+            raise ValueError(f"staging of {len(page_ids)} pages holds no slot of {pages_per_slot}")
+        self._cond = threading.Condition()
+
+    def take(self, timeout_s: float) -> Ids | None:
+        """Return a slot, or None after ``timeout_s``."""
+        with self._cond:
+            if not self._cond.wait_for(lambda: bool(self._slots), max(0.0, timeout_s)):
+                return None
+            return self._slots.popleft()
+
+    def give(self, slot: Ids) -> None:
+        """Give a slot back."""
+        with self._cond:
+            self._slots.append(slot)
+            self._cond.notify()
+
+
+class Transfer:
+    """Runs load and save jobs of one rank.
+
+    Args:
+        pages: the RAM arena.
+        block_bytes: for each group id, the bytes of one block in a page (a multiple of 4096).
+        staging: slots for loads without pages.
+        mover: the device copies.
+        clock: monotonic seconds.
+    """
+
+    def __init__(
+        self,
+        pages: Pages,
+        block_bytes: dict[int, int],
+        staging: Staging,
+        mover: BlockMover,
+        clock: Callable[[], float],
+        limits: TransferLimits | None = None,
+    ) -> None:
+        self.limits = limits or TransferLimits()
+        self.counts = Counts()
+        self._pages = pages
+        self._block_bytes = block_bytes
+        self._staging = staging
+        self._mover = mover
+        self._clock = clock
+        self._links: dict[str, TierLink] = {}
+        self._online: dict[str, bool] = {}
+        self._told_complete: set[str] = set()
+        self._events: deque[Event] = deque()
+        self._wake = threading.Condition()
+        self._loads: dict[int, LoadState] = {}
+        self._saves: dict[int, _SaveState] = {}
+        self._news_at_s = 0.0
+        self._closed = False
+        self._ram_lane = Lane(
+            "ram-load", self.limits.copy_threads, clock, hang_s=self.limits.hang_s
+        )
+        self._copy_lane = Lane("copy", self.limits.copy_threads, clock, hang_s=self.limits.hang_s)
+
+    # -- tiers -----------------------------------------------------------
+
+    def set_tiers(self, tiers: Sequence[Tier]) -> None:
+        """Use these tiers from now on; jobs of tiers that went are failed, their tiers closed."""
+        old, self._links = self._links, {}
+        for tier in tiers:
+            limits = self.limits.links.get(tier.name, LinkLimits())
+            self._links[tier.name] = TierLink(tier, self.counts, self._clock, limits)
+            self._online[tier.name] = True
+            self._emit(TierNews(tier.name, complete=False, reset=True))
+        self._told_complete.clear()
+        for link in old.values():
+            link.close(self._clock() + STOP_S)
+
+    @property
+    def links(self) -> dict[str, TierLink]:
+        """The links in use, by tier name."""
+        return self._links
+
+    # -- jobs ------------------------------------------------------------
+
+    def submit_load(self, job: LoadJob) -> None:
+        """Start a load. Its events arrive through `take_events`."""
+        state = LoadState(job, self._clock() + job.deadline_s, self._emit)
+        self._loads[job.job_id] = state
+        if not job.chunks or self._closed:
+            self._fail_all(state)
+            return
+        ram: list[tuple[int, LoadChunk]] = []
+        for i, chunk in enumerate(job.chunks):
+            if chunk.source == "ram":
+                ram.append((i, chunk))
+            else:
+                self._submit_tier_load(state, i, chunk)
+        for batch in _batches(ram, self._block_bytes):
+            if not self._ram_lane.offer(partial(self._load_from_ram, state, batch)):
+                for i, _ in batch:
+                    state.finish(i, ChunkStatus.CANCELLED)
+
+    def _fail_all(self, state: LoadState) -> None:
+        state.close(ChunkStatus.CANCELLED)
+        for i in range(len(state.job.chunks)):
+            state.finish(i, ChunkStatus.CANCELLED)
+
+    def _submit_tier_load(self, state: LoadState, i: int, chunk: LoadChunk) -> None:
+        link = self._links.get(chunk.source)
+        if link is None or not link.online:
+            state.finish(i, ChunkStatus.TIER_DOWN)
+        elif not link.load_lane.offer(partial(self._load_from_tier, state, i, chunk, link)):
+            state.finish(i, ChunkStatus.CANCELLED)
+
+    def cancel_load(self, job_id: int) -> None:
+        """Nobody waits for this load any more; it still reports."""
+        state = self._loads.get(job_id)
+        if state is not None:
+            state.close(ChunkStatus.CANCELLED)
+
+    def submit_save(self, job: SaveJob, after: Any = None) -> None:
+        """Start a save of blocks that are valid once ``after`` (the mover's fence) has passed."""
+        state = _SaveState(job, self._emit)
+        self._saves[job.job_id] = state
+        if not self._copy_lane.offer(partial(self._save, state, after)):
+            state.copied(bytes([ChunkStatus.CANCELLED] * len(job.chunks)))
+            state.planned(0)
+
+    # -- running loads (lane threads) --------------------------------------
+
+    def _load_from_ram(self, state: LoadState, batch: list[tuple[int, LoadChunk]]) -> None:
+        status = ChunkStatus.CANCELLED
+        begin_s = self._clock()
+        if state.begin_copy():
+            try:
+                status = self._copy_in([chunk for _, chunk in batch], [c.pages for _, c in batch])
+            finally:
+                state.end_copy()
+        n_bytes = 0
+        for i, chunk in batch:
+            n_bytes += len(chunk.blocks) * self._block_bytes[chunk.group]
+            state.finish(i, status)
+        if status is ChunkStatus.OK:
+            self.counts.add("load_bytes.ram", n_bytes)
+            self.counts.add("load_chunks.ram", len(batch))
+            self.counts.add("load_s.ram", self._clock() - begin_s)
+
+    def _load_from_tier(self, state: LoadState, i: int, chunk: LoadChunk, link: TierLink) -> None:
+        slot: Ids | None = None
+        status = ChunkStatus.CANCELLED
+        try:
+            if not state.wanted(i):
+                return
+            pages = chunk.pages
+            if pages is None:
+                slot = self._staging.take(state.deadline_at_s - self._clock())
+                if slot is None:
+                    status = ChunkStatus.DEADLINE
+                    return
+                pages = slot[: chunk.n_blocks]
+            used_bytes = self._block_bytes[chunk.group]
+            spec = RecordSpec(
+                chunk.key, chunk.start_tokens, chunk.end_tokens, chunk.n_blocks * used_bytes
+            )
+            status = link.load(spec, self._pages.buffers(pages, used_bytes))
+            if status is not ChunkStatus.OK:
+                return
+            if chunk.pages is not None:
+                state.filled(i)
+            if not state.begin_copy():
+                status = ChunkStatus.CANCELLED
+                return
+            try:
+                status = self._copy_in([chunk], [pages])
+            finally:
+                state.end_copy()
+        finally:
+            if slot is not None:
+                self._staging.give(slot)
+            state.finish(i, status)
+
+    def _copy_in(self, chunks: list[LoadChunk], pages: Sequence[Ids | None]) -> ChunkStatus:
+        by_group: dict[int, tuple[list[Ids], list[Ids]]] = {}
+        for chunk, page_ids in zip(chunks, pages, strict=True):
+            assert page_ids is not None
+            n = len(chunk.blocks)
+            first = chunk.offset_blocks
+            blocks, wanted = by_group.setdefault(chunk.group, ([], []))
+            blocks.append(chunk.blocks)
+            wanted.append(page_ids[first : first + n])
+        try:
+            tickets = [
+                self._mover.load(group, np.concatenate(blocks), np.concatenate(wanted))
+                for group, (blocks, wanted) in by_group.items()
+            ]
+            for ticket in tickets:
+                ticket.wait(COPY_TIMEOUT_S)
+        except Exception:
+            logger.exception("kvtier: a copy to the device failed; the request computes instead")
+            self.counts.add("load_failed_chunks.copy", len(chunks))
+            return ChunkStatus.COPY_FAILED
+        return ChunkStatus.OK
+
+    # -- running saves (lane threads) --------------------------------------
+
+    def _save(self, state: _SaveState, after: Any) -> None:
+        job = state.job
+        begin_s = self._clock()
+        status = ChunkStatus.CANCELLED
+        n_bytes = 0
+        try:
+            for group in sorted({chunk.group for chunk in job.chunks} if not self._closed else ()):
+                chunks = [chunk for chunk in job.chunks if chunk.group == group]
+                blocks = np.concatenate([chunk.blocks for chunk in chunks])
+                pages = np.concatenate([chunk.pages for chunk in chunks])
+                self._mover.save(group, blocks, pages, after).wait(COPY_TIMEOUT_S)
+                n_bytes += len(blocks) * self._block_bytes[group]
+            if n_bytes:
+                status = ChunkStatus.OK
+        except Exception:
+            logger.exception("kvtier: a copy from the device failed; its chunks are not kept")
+            status = ChunkStatus.COPY_FAILED
+            self.counts.add("save_failed_chunks.copy", len(job.chunks))
+        state.copied(bytes([status] * len(job.chunks)))
+        if status is not ChunkStatus.OK:
+            state.planned(0)
+            return
+        self.counts.add("save_bytes.ram", n_bytes)
+        self.counts.add("save_chunks.ram", len(job.chunks))
+        self.counts.add("save_s.ram", self._clock() - begin_s)
+        self._write_behind(state)
+
+    def _write_behind(self, state: _SaveState) -> None:
+        offered = 0
+        for i, chunk in enumerate(state.job.chunks):
+            for name in chunk.tiers:
+                link = self._links.get(name)
+                if link is None or not link.writable:
+                    self.counts.add(f"save_dropped_chunks.{name}.tier_off")
+                    continue
+                n_bytes = len(chunk.blocks) * self._block_bytes[chunk.group]
+                task = partial(self._write, state, i, chunk, link)
+                if link.save_lane.offer(task, n_bytes):
+                    offered += 1
+                else:
+                    self.counts.add(f"save_dropped_chunks.{name}.queue_full")
+        state.planned(offered)
+
+    def _write(self, state: _SaveState, i: int, chunk: SaveChunk, link: TierLink) -> None:
+        used_bytes = self._block_bytes[chunk.group]
+        spec = RecordSpec(
+            chunk.key, chunk.start_tokens, chunk.end_tokens, len(chunk.pages) * used_bytes
+        )
+        ok = False
+        try:
+            ok = link.save(spec, self._pages.buffers(chunk.pages, used_bytes))
+        finally:
+            state.wrote(i, link.name, ok)
+
+    # -- results -----------------------------------------------------------
+
+    def _emit(self, event: Event) -> None:
+        with self._wake:
+            self._events.append(event)
+            self._wake.notify_all()
+
+    def poll(self) -> None:
+        """Enforce deadlines, look after threads and tiers. Engine's thread, every step, no I/O."""
+        now_s = self._clock()
+        for job_id in [j for j, s in self._loads.items() if s.done]:
+            del self._loads[job_id]
+        for state in self._loads.values():
+            if now_s > state.deadline_at_s:
+                self.counts.add("load_deadline_missed")
+                state.close(ChunkStatus.DEADLINE)
+        for job_id in [j for j, s in self._saves.items() if s.retired]:
+            del self._saves[job_id]
+        if now_s >= self._news_at_s:
+            self._news_at_s = now_s + NEWS_EVERY_S
+            self._ram_lane.poll()
+            self._copy_lane.poll()
+            for link in self._links.values():
+                link.poll()
+                self._tell_news(link)
+
+    def _tell_news(self, link: TierLink) -> None:
+        news = link.tier.changes()
+        online = link.online
+        if news.added or news.removed or online != self._online[link.name] or not news.complete:
+            self._emit(TierNews(link.name, news.added, news.removed, news.complete, online))
+        elif link.name not in self._told_complete:
+            self._emit(TierNews(link.name, complete=True, online=online))
+        if news.complete:
+            self._told_complete.add(link.name)
+        self._online[link.name] = online
+
+    def take_events(self) -> list[Event]:
+        """Return what happened since the last call. Never blocks."""
+        events: list[Event] = []
+        while self._events:
+            events.append(self._events.popleft())
+        return events
+
+    def wait(self, timeout_s: float) -> None:
+        """Wait until there is an event, at most ``timeout_s``."""
+        with self._wake:
+            if not self._events:
+                self._wake.wait(timeout_s)
+
+    @property
+    def loading(self) -> bool:
+        """Whether a load has not reported yet."""
+        return any(not state.done for state in self._loads.values())
+
+    @property
+    def busy(self) -> bool:
+        """Whether any job has not reported all of its events."""
+        return self.loading or any(not state.retired for state in self._saves.values())
+
+    @property
+    def queued_save_bytes(self) -> int:
+        """Bytes waiting to be written to lower tiers."""
+        return sum(link.save_lane.queued_bytes for link in self._links.values())
+
+    # -- the end -----------------------------------------------------------
+
+    def close(self, flush_s: float) -> None:
+        """Write what is queued for up to ``flush_s``, then stop; every job reports."""
+        with self._wake:
+            self._wake.wait_for(lambda: not self.busy, max(0.0, flush_s))
+        self._closed = True
+        for state in list(self._loads.values()):
+            state.close(ChunkStatus.CANCELLED)
+        stop_s = self._clock() + STOP_S
+        for lane in (self._ram_lane, self._copy_lane):
+            for task in lane.close():
+                task()  # of a closed transfer: only reports
+        for lane in (self._ram_lane, self._copy_lane):
+            lane.join(stop_s)
+        for link in self._links.values():
+            link.close(stop_s)
+
+
+class _SaveState:
+    """A save job on its way: copied once, retired when the last write has ended."""
+
+    def __init__(self, job: SaveJob, emit: Callable[[Event], None]) -> None:
+        self.job = job
+        self.retired = False
+        self._emit = emit
+        self._lock = threading.Lock()
+        self._left: int | None = None  # unknown until all writes are planned
+        self._ended = 0
+        self._written: list[tuple[int, str]] = []
+
+    def copied(self, statuses: bytes) -> None:
+        """The device blocks are free to be reused."""
+        self._emit(SaveCopied(self.job.job_id, statuses))
+
+    def planned(self, n_writes: int) -> None:
+        """So many writes were accepted."""
+        with self._lock:
+            self._left = n_writes
+        self._retire_if_over()
+
+    def wrote(self, index: int, tier: str, ok: bool) -> None:
+        """One accepted write has ended."""
+        with self._lock:
+            self._ended += 1
+            if ok:
+                self._written.append((index, tier))
+        self._retire_if_over()
+
+    def _retire_if_over(self) -> None:
+        with self._lock:
+            if self.retired or self._left is None or self._ended < self._left:
+                return
+            self.retired = True
+        self._emit(SaveRetired(self.job.job_id, tuple(self._written)))
+
+
+def _batches(
+    chunks: list[tuple[int, LoadChunk]], block_bytes: dict[int, int]
+) -> Iterator[list[tuple[int, LoadChunk]]]:
+    """Cut RAM chunks into batches, so that one copy is long and a cancel is quick."""
+    batch: list[tuple[int, LoadChunk]] = []
+    n_bytes = 0
+    for item in chunks:
+        batch.append(item)
+        n_bytes += len(item[1].blocks) * block_bytes[item[1].group]
+        if n_bytes >= RAM_BATCH_BYTES:
+            yield batch
+            batch, n_bytes = [], 0
+    if batch:
+        yield batch
