@@ -1,0 +1,223 @@
+"""What the engine offers, asked of its objects and never of its version string.
+
+The only module that knows how vLLM's interface differs between versions. Every
+function takes vLLM's objects duck-typed and answers with plain data, or says in
+one line what it does not recognise. Nothing of vLLM is imported at import time.
+"""
+
+from __future__ import annotations
+
+import os
+from enum import Enum
+from typing import TYPE_CHECKING, Any
+
+from ..storage.errors import GeometryError
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+BLOCK_COMPACT_LAYOUTS = frozenset({"LBHNC", "LBNHC", "BLHNC", "BLNHC"})
+"""Layouts in which one layer's page of one block is one contiguous run."""
+
+BLOCK_OUTERMOST_LAYOUTS = frozenset({"BLHNC", "BLNHC", "BHLNC"})
+
+
+class SpecKind(str, Enum):
+    """What a KV cache spec of vLLM means for saving and restoring."""
+
+    FULL = "full"
+    SLIDING_WINDOW = "sliding_window"
+    CHUNKED_LOCAL = "chunked_local"
+    RECURRENT = "recurrent"
+    UNSUPPORTED = "unsupported"
+
+
+# Exact class names: an unknown subclass may free or fill blocks by other rules.
+_KIND_BY_CLASS_NAME = {
+    "FullAttentionSpec": SpecKind.FULL,
+    "MLAAttentionSpec": SpecKind.FULL,
+    "SlidingWindowSpec": SpecKind.SLIDING_WINDOW,
+    "SlidingWindowMLASpec": SpecKind.SLIDING_WINDOW,
+    "ChunkedLocalAttentionSpec": SpecKind.CHUNKED_LOCAL,
+    "MambaSpec": SpecKind.RECURRENT,
+}
+
+
+def layer_specs(group: Any) -> dict[str, Any]:
+    """Return the spec of every layer of a KV cache group.
+
+    A group of uniform type holds one spec a layer; the scheduler's copy of the
+    configuration has them flattened to one for all (`has_own_specs`).
+    """
+    spec = group.kv_cache_spec
+    nested = getattr(spec, "kv_cache_specs", None)
+    if nested is not None:
+        return dict(nested)
+    return dict.fromkeys(group.layer_names, spec)
+
+
+def first_spec(group: Any) -> Any:
+    """Return one layer's spec of a group; all have the same kind and block size."""
+    nested = getattr(group.kv_cache_spec, "kv_cache_specs", None)
+    return next(iter(nested.values())) if nested else group.kv_cache_spec
+
+
+def spec_kind(spec: Any) -> SpecKind:
+    """Classify one layer's spec by its exact class."""
+    return _KIND_BY_CLASS_NAME.get(type(spec).__name__, SpecKind.UNSUPPORTED)
+
+
+def window_tokens(spec: Any) -> int | None:
+    """Return the attention window, trailing tokens kept for speculation included."""
+    kind = spec_kind(spec)
+    if kind is SpecKind.SLIDING_WINDOW:
+        return int(spec.sliding_window) + int(getattr(spec, "extra_retained_tokens", 0))
+    if kind is SpecKind.CHUNKED_LOCAL:
+        return int(spec.attention_chunk_size)
+    return None
+
+
+def block_tokens(spec: Any, dcp_size: int) -> int:
+    """Return the tokens that one block of this spec spans over all context-parallel ranks."""
+    sharded = getattr(spec, "dcp_sharded", spec_kind(spec) is not SpecKind.RECURRENT)
+    return int(spec.block_size) * (dcp_size if sharded else 1)
+
+
+def useful_page_bytes(spec: Any) -> int:
+    """Return the bytes of a page that mean something: its size without padding."""
+    for name in ("real_page_size_bytes", "unpadded_page_size_bytes", "page_size_bytes"):
+        value = getattr(spec, name, None)
+        if value is not None:
+            return int(value)
+    raise GeometryError(f"KV cache spec {type(spec).__name__} does not tell its page size")
+
+
+def cacheable_group_ids(kv_cache_config: Any) -> tuple[int, ...]:
+    """Return the groups whose blocks are addressed by hashes and live on the device."""
+    groups = kv_cache_config.kv_cache_groups
+    ids = getattr(kv_cache_config, "prefix_cacheable_group_ids", None)
+    if ids is None:
+        ids = tuple(
+            i for i, g in enumerate(groups) if getattr(g.kv_cache_spec, "prefix_cacheable", True)
+        )
+    return tuple(int(i) for i in ids)
+
+
+def layout_name(vllm_config: Any, kv_cache_config: Any) -> str:
+    """Return the resolved layout's name, in capitals.
+
+    Raises:
+        GeometryError: this engine does not say which layout it uses.
+    """
+    for owner in (kv_cache_config, getattr(vllm_config, "cache_config", None)):
+        layout = getattr(owner, "kv_cache_layout", None)
+        if layout is not None:
+            return str(getattr(layout, "name", layout)).upper()
+    raise GeometryError("this vLLM does not name its KV cache layout; no external hits")
+
+
+def dcp_size(vllm_config: Any) -> int:
+    """Return the decode context parallel size."""
+    return int(getattr(vllm_config.parallel_config, "decode_context_parallel_size", 1) or 1)
+
+
+def pcp_size(vllm_config: Any) -> int:
+    """Return the prefill context parallel size."""
+    return int(getattr(vllm_config.parallel_config, "prefill_context_parallel_size", 1) or 1)
+
+
+def lookahead_hash_tokens(vllm_config: Any) -> int:
+    """Return the tokens after a block that its hash covers (0 before vLLM 0.33)."""
+    return int(getattr(vllm_config, "num_hash_lookahead_tokens", 0) or 0)
+
+
+def hash_block_tokens(kv_cache_config: Any) -> int | None:
+    """Return the tokens that each of `Request.block_hashes` covers, when the engine says."""
+    value = getattr(kv_cache_config, "hash_block_size", None)
+    return None if value is None else int(value)
+
+
+def hit_alignment_tokens(kv_cache_config: Any) -> int | None:
+    """Return the granularity of prefix hits, when the engine says."""
+    value = getattr(kv_cache_config, "cache_hit_alignment_tokens", None)
+    return None if value is None else int(value)
+
+
+def tensor_layers(tensor: Any) -> list[str]:
+    """Return the layer names that a `KVCacheTensor` places, in its order."""
+    layers = getattr(tensor, "layers", None)
+    if layers is None or not hasattr(tensor, "block_stride"):
+        raise GeometryError(
+            "this vLLM places KV cache tensors in a way that kvtier does not know "
+            "(no layers, layer_stride and block_stride); no external hits"
+        )
+    return [str(name) for name in layers]
+
+
+def block_table(scheduler_output: Any, request_id: str) -> tuple[Sequence[int], ...] | None:
+    """Return the request's current block ids per group, or None when the engine has none to give.
+
+    Valid only inside `build_connector_meta`.
+    """
+    state = getattr(scheduler_output, "kv_connector_block_state", None)
+    if state is None:
+        return None
+    ids: tuple[Sequence[int], ...] | None = state.get_block_ids(request_id)
+    return ids
+
+
+def boundary_offloads(scheduler_output: Any) -> Mapping[str, Sequence[tuple[int, int, int]]]:
+    """Return the recurrent states handed over this step: request id to (group, block, tokens).
+
+    Valid only inside `build_connector_meta`.
+    """
+    state = getattr(scheduler_output, "kv_connector_block_state", None)
+    offers = getattr(state, "boundary_state_offloads", None)
+    if offers is None:
+        offers = getattr(scheduler_output, "partial_tail_offloads", None)
+    return offers or {}
+
+
+def offers_block_state(scheduler_output: Any) -> bool:
+    """Say whether this engine hands block tables and states to a connector."""
+    return getattr(scheduler_output, "kv_connector_block_state", None) is not None
+
+
+def root_hash(vllm_config: Any) -> tuple[str, bytes] | None:
+    """Return (hash algorithm, root hash), or None before EngineCore has set it.
+
+    Known only inside EngineCore and only after the scheduler connector's constructor.
+    """
+    algorithm = str(getattr(vllm_config.cache_config, "prefix_caching_hash_algo", "builtin"))
+    try:
+        from vllm.v1.core import kv_cache_utils  # noqa: PLC0415 (vLLM is slow to import)
+    except ImportError:
+        return None
+    value = getattr(kv_cache_utils, "NONE_HASH", None)
+    if value is None:
+        return None
+    return algorithm, value if isinstance(value, bytes) else repr(value).encode()
+
+
+def root_hash_is_random(vllm_config: Any) -> bool:
+    """Say whether this engine starts its prefix hashes from a seed that no other process has."""
+    if os.getenv("PYTHONHASHSEED") is not None:
+        return False
+    algorithm = str(getattr(vllm_config.cache_config, "prefix_caching_hash_algo", "builtin"))
+    if not algorithm.startswith("sha256"):
+        return True
+    try:
+        from vllm.v1.core import kv_cache_utils  # noqa: PLC0415 (vLLM is slow to import)
+    except ImportError:
+        return True
+    # Older engines draw a random seed for every algorithm.
+    return not hasattr(kv_cache_utils, "DEFAULT_NONE_HASH_SEED")
+
+
+def engine_version() -> str:
+    """Return the engine's version as people know it; for the namespace and messages only."""
+    try:
+        import vllm  # noqa: PLC0415 (vLLM is slow to import)
+    except ImportError:
+        return "unknown"
+    return str(getattr(vllm, "__version__", "unknown"))

@@ -1,0 +1,202 @@
+"""How each kind of setting is read, checked and printed."""
+
+from __future__ import annotations
+
+import math
+import os
+import re
+from dataclasses import dataclass
+from typing import Any
+from urllib.parse import urlsplit, urlunsplit
+
+from ..storage.errors import ConfigError
+
+_UNITS = {
+    "": 1,
+    "b": 1,
+    **{f"{p}ib": 1 << (10 * i) for i, p in enumerate("kmgtp", 1)},
+    **{f"{p}b": 1000**i for i, p in enumerate("kmgtp", 1)},
+}
+_SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*")
+MIB = 1 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """One row of the table.
+
+    Attributes:
+        name: the key that people write.
+        field: attribute of `Config`.
+        kind: how its value is read (see `parse`).
+        default: value when not given, as stored.
+        doc: one sentence.
+        choices: allowed words, for kind "choice".
+        low, high: bounds for numbers, as stored.
+        advanced: of no interest to most.
+    """
+
+    name: str
+    field: str
+    kind: str
+    default: Any
+    doc: str
+    choices: tuple[str, ...] = ()
+    low: float | None = None
+    high: float | None = None
+    advanced: bool = False
+
+    def wrong(self, value: object, todo: str) -> ConfigError:
+        """Return the one-line error for a value of this setting."""
+        shown = redact_url(str(value)) if isinstance(value, str) else value
+        if self.kind == "secret":
+            shown = "***"
+        return ConfigError(f"kvtier setting {self.name!r} = {shown!r}: {todo}")
+
+    def parse(self, value: Any) -> Any:
+        """Read a value as people write it.
+
+        Raises:
+            ConfigError: wrong type or out of bounds.
+        """
+        parsed = _PARSERS[self.kind](self, value)
+        if isinstance(parsed, (int, float)) and not isinstance(parsed, bool):
+            if self.low is not None and parsed < self.low:
+                raise self.wrong(value, f"must be at least {self._shown(self.low)}")
+            if self.high is not None and parsed > self.high:
+                raise self.wrong(value, f"must be at most {self._shown(self.high)}")
+        return parsed
+
+    def _shown(self, bound: float) -> str:
+        if self.kind == "size":
+            return format_size(int(bound))
+        if self.kind == "milliseconds":
+            return f"{bound * 1000:g}"
+        return f"{bound:g}"
+
+
+def parse_size(text: int | str) -> int:
+    """Return bytes for a number of bytes or a text like ``32GiB``, ``1.5 GiB``, ``10GB``.
+
+    Raises:
+        ValueError: not a size.
+    """
+    if isinstance(text, bool):
+        raise ValueError("not a size")  # noqa: TRY004 (one error for all wrong sizes)
+    if isinstance(text, int):
+        if text < 0:
+            raise ValueError("negative size")
+        return text
+    match = _SIZE.fullmatch(text) if isinstance(text, str) else None
+    unit = _UNITS.get(match[2].lower()) if match else None
+    if match is None or unit is None or ("." in match[1] and unit == 1):
+        raise ValueError("not a size")
+    whole, _, part = match[1].partition(".")
+    # Exact: 0.1GiB through floats would depend on rounding.
+    fraction = int(part) * unit // int("1" + "0" * len(part)) if part else 0
+    return int(int(whole) * unit + fraction)
+
+
+def format_size(size_bytes: int) -> str:
+    """Return a size as people write it; reading it back gives the same when it is round."""
+    for power, unit in ((4, "TiB"), (3, "GiB"), (2, "MiB"), (1, "KiB")):
+        scale = 1 << (10 * power)
+        if size_bytes >= scale:
+            return (
+                f"{size_bytes / scale:.10g}{unit}"
+                if size_bytes % scale == 0
+                else (f"{size_bytes / scale:.2f}{unit}")
+            )
+    return str(size_bytes)
+
+
+def redact_url(text: str) -> str:
+    """Return ``text`` with the user's secret in a URL replaced by ``***``."""
+    if "://" not in text:
+        return text
+    try:
+        parts = urlsplit(text)
+        host = parts.netloc.rpartition("@")[2]
+    except ValueError:
+        return text.partition("://")[0] + "://***"
+    if host == parts.netloc:
+        netloc = host
+    else:
+        user = parts.netloc.rpartition("@")[0].partition(":")[0]
+        netloc = f"{user}:***@{host}" if ":" in parts.netloc.rpartition("@")[0] else f"***@{host}"
+    query = re.sub(r"(?i)((?:password|token|secret)=)[^&]*", r"\1***", parts.query)
+    return urlunsplit((parts.scheme, netloc, parts.path, query, parts.fragment))
+
+
+def _size(setting: Setting, value: Any) -> int:
+    try:
+        return parse_size(value)
+    except ValueError:
+        raise setting.wrong(value, 'give a size like "32GiB", "500MB" or bytes') from None
+
+
+def _integer(setting: Setting, value: Any) -> int:
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise setting.wrong(value, "give a whole number")
+    return value
+
+
+def _number(setting: Setting, value: Any) -> float:
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
+        raise setting.wrong(value, "give a number")
+    return float(value)
+
+
+def _deadline(setting: Setting, value: Any) -> float | None:
+    if value == "auto":
+        return None
+    if isinstance(value, str):
+        raise setting.wrong(value, 'give seconds or "auto"')
+    return _number(setting, value)
+
+
+def _flag(setting: Setting, value: Any) -> bool:
+    if not isinstance(value, bool):
+        raise setting.wrong(value, "give true or false")
+    return value
+
+
+def _choice(setting: Setting, value: Any) -> str:
+    if value not in setting.choices:
+        raise setting.wrong(value, f"give one of {', '.join(setting.choices)}")
+    return str(value)
+
+
+def _text(setting: Setting, value: Any) -> str:
+    if not isinstance(value, str) or not value:
+        raise setting.wrong(value, "give a text")
+    return value
+
+
+def _path(setting: Setting, value: Any) -> str:
+    text = _text(setting, value)
+    if "\0" in text or "://" in text:
+        raise setting.wrong(value, "give a folder")
+    return os.path.abspath(os.path.expanduser(text))
+
+
+def _url(setting: Setting, value: Any) -> str:
+    text = _text(setting, value)
+    if urlsplit(text).scheme not in ("redis", "rediss", "unix", "valkey", "valkeys"):
+        raise setting.wrong(value, 'give a URL like "redis://host:6379/0"')
+    return text
+
+
+_PARSERS = {
+    "size": _size,
+    "integer": _integer,
+    "number": _number,
+    "milliseconds": lambda s, v: _number(s, v) / 1000,
+    "deadline": _deadline,
+    "flag": _flag,
+    "choice": _choice,
+    "text": _text,
+    "secret": _text,
+    "path": _path,
+    "url": _url,
+}
