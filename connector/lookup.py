@@ -1,0 +1,258 @@
+"""How long a prefix can be restored, over all groups at once.
+
+Pure functions of the geometry, the catalog and a request's block hashes; no
+I/O. A hit of L tokens needs, in every group (vLLM's own rules, see
+`kv_cache_coordinator.py` there): full attention, every block up to L; sliding
+window, the blocks that the window before L reaches; recurrent, exactly the
+state at L.
+
+Physical chunks are large, the matching unit is small. Records that end inside
+a chunk (tails, states) are tried after the last whole chunk, and the leading
+blocks of a longer record of the same chain serve a shorter hit: a position's KV
+depends only on the tokens before it, and the key's hash covers those.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from enum import Enum
+
+from ..storage.catalog import Catalog, RamState
+from ..storage.key import chunk_key
+from .geometry import Geometry, GroupGeometry, GroupKind
+
+
+class MissReason(str, Enum):
+    """Why a hit does not reach further; also a metric label."""
+
+    NONE = "none"  # it reaches as far as any hit may
+    PROMPT_SHORT = "prompt_short"  # the prompt has no whole block to restore
+    NOT_STORED = "not_stored"  # never stored, evicted or dropped
+    SAVING = "saving"  # on its way out of the device, too early to load
+    TIER_OFF = "tier_off"  # stored, but on a tier that does not answer
+    WINDOW_MISSING = "window_missing"  # sliding-window blocks before the hit's end
+    STATE_MISSING = "state_missing"  # no recurrent state at a boundary
+    GATE = "gate"  # computing was judged cheaper
+    LOAD_FAILED = "load_failed"  # a load for this request failed before
+    LATE = "late"  # the answer of a tier did not come in time
+    NOT_READ = "not_read"  # the request asked not to be served from the cache
+    OFF = "off"  # kvtier serves nothing in this engine; the log says why
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """Blocks of one record that a hit uses.
+
+    Attributes:
+        stored_block: index (in the request's block table) of the record's first block.
+        stored_blocks: blocks that the record keeps.
+        first_block, n_blocks: the part that is used, in table indices.
+    """
+
+    key: bytes
+    group_id: int
+    start_tokens: int
+    end_tokens: int
+    stored_block: int
+    stored_blocks: int
+    first_block: int
+    n_blocks: int
+
+
+@dataclass(frozen=True, slots=True)
+class Hit:
+    """What can be restored: tokens from the prompt's start, and why not more."""
+
+    tokens: int
+    reason: MissReason
+
+
+class PrefixLookup:
+    """Finds hits in one catalog. Scheduler thread only.
+
+    Args:
+        geometry: the engine's groups.
+        catalog: what is where.
+    """
+
+    def __init__(self, geometry: Geometry, catalog: Catalog) -> None:
+        self._geometry = geometry
+        self._catalog = catalog
+        self._unit = geometry.hit_alignment_tokens
+        self._full = [g for g in geometry.groups if g.kind is GroupKind.FULL]
+        self._others = [g for g in geometry.groups if g.kind is not GroupKind.FULL]
+        self._recurrent = any(g.kind is GroupKind.RECURRENT for g in self._others)
+
+    def limit_tokens(self, num_tokens: int) -> int:
+        """Return the longest hit that leaves the engine a token to compute."""
+        return max(0, num_tokens - 1) // self._unit * self._unit
+
+    def find(self, hashes: Sequence[bytes], local_tokens: int, limit_tokens: int) -> Hit:
+        """Return the longest hit in (local_tokens, limit_tokens], or one of ``local_tokens``.
+
+        Args:
+            hashes: the request's block hashes, one for each `hash_block_tokens`.
+            local_tokens: what the device holds already, a multiple of whole blocks.
+        """
+        hashed = len(hashes) * self._geometry.hash_block_tokens
+        limit = min(limit_tokens, hashed // self._unit * self._unit)
+        if limit <= local_tokens:
+            short = limit_tokens <= 0 or not hashes
+            return Hit(local_tokens, MissReason.PROMPT_SHORT if short else MissReason.NONE)
+        covered = min(
+            (self._full_cover(g, hashes, local_tokens, hashed) for g in self._full), default=limit
+        )
+        best = min(covered // self._unit * self._unit, limit)
+        reason = MissReason.NONE if best >= limit else self._why(hashes, best)
+        missing: GroupGeometry | None = None
+        for tokens in self._candidates(best, local_tokens):
+            lacking = self._lacking(hashes, local_tokens, tokens)
+            if lacking is None:
+                return Hit(tokens, reason if missing is None else _lacks(missing))
+            missing = missing or lacking
+        return Hit(local_tokens, reason if missing is None else _lacks(missing))
+
+    def pieces(
+        self, hashes: Sequence[bytes], local_tokens: int, tokens: int
+    ) -> tuple[Piece, ...] | None:
+        """Return the records that bring a hit from ``local_tokens`` to ``tokens``, or None."""
+        pieces: list[Piece] = []
+        for group in self._geometry.groups:
+            found = self._group_pieces(group, hashes, local_tokens, tokens)
+            if found is None:
+                return None
+            pieces += found
+        return tuple(pieces)
+
+    def _candidates(self, best: int, local_tokens: int) -> Iterator[int]:
+        chunk, unit = self._geometry.chunk_tokens, self._unit
+        if best <= local_tokens:
+            return
+        yield best
+        if not self._others:
+            return
+        # Below the best length: every boundary where a recurrent state can be, else
+        # the boundaries inside the last chunk and then whole chunks.
+        tokens = best - unit
+        floor = local_tokens if self._recurrent else max(local_tokens, (best - 1) // chunk * chunk)
+        while tokens > floor:
+            yield tokens
+            tokens -= unit
+        while tokens > local_tokens:
+            if tokens % chunk == 0:
+                yield tokens
+                tokens -= chunk
+            else:
+                tokens -= tokens % chunk
+
+    def _key(self, hashes: Sequence[bytes], tokens: int, group_id: int) -> bytes:
+        return chunk_key(hashes[tokens // self._geometry.hash_block_tokens - 1], group_id)
+
+    def _full_cover(
+        self, group: GroupGeometry, hashes: Sequence[bytes], local_tokens: int, hashed: int
+    ) -> int:
+        """Return up to where every block from ``local_tokens`` on is in some record."""
+        geometry = self._geometry
+        chunk, per_hash = geometry.chunk_tokens, geometry.hash_block_tokens
+        first = local_tokens // chunk
+        suffix = bytes((group.group_id,))
+        step = chunk // per_hash
+        ends = hashes[(first + 1) * step - 1 :: step]
+        n = self._catalog.run_length(h + suffix for h in ends)
+        covered = (first + n) * chunk
+        tail = self._longest_record(hashes, group, covered, min(hashed, covered + chunk - 1))
+        return max(covered if n else local_tokens, tail or 0)
+
+    def _longest_record(
+        self, hashes: Sequence[bytes], group: GroupGeometry, after: int, upto: int
+    ) -> int | None:
+        """Return the longest end in (after, upto] of a servable record of ``group``."""
+        unit = self._geometry.hash_block_tokens
+        tokens = upto // unit * unit
+        while tokens > after:
+            if self._catalog.source(self._key(hashes, tokens, group.group_id)) is not None:
+                return tokens
+            tokens -= unit
+        return None
+
+    def _lacking(
+        self, hashes: Sequence[bytes], local_tokens: int, tokens: int
+    ) -> GroupGeometry | None:
+        """Return a group without full attention that cannot serve a hit of ``tokens``."""
+        for group in self._others:
+            if self._group_pieces(group, hashes, local_tokens, tokens) is None:
+                return group
+        return None
+
+    def _group_pieces(
+        self, group: GroupGeometry, hashes: Sequence[bytes], local_tokens: int, tokens: int
+    ) -> list[Piece] | None:
+        geometry, size = self._geometry, group.block_tokens
+        end = -(-tokens // size)
+        if group.kind is GroupKind.RECURRENT:
+            key = self._key(hashes, tokens, group.group_id)
+            if self._catalog.source(key) is None:
+                return None
+            start = (tokens - 1) // geometry.chunk_tokens * geometry.chunk_tokens
+            return [Piece(key, group.group_id, start, tokens, end - 1, 1, end - 1, 1)]
+        block = max(group.first_needed_block(tokens), local_tokens // size)
+        per_chunk = geometry.chunk_blocks(group)
+        pieces = []
+        while block < end:
+            start = block // per_chunk * geometry.chunk_tokens
+            stop = min(end, (block // per_chunk + 1) * per_chunk)
+            piece = self._record_for(group, hashes, start, block, stop, tokens)
+            if piece is None:
+                return None
+            pieces.append(piece)
+            block = stop
+        return pieces
+
+    def _record_for(
+        self,
+        group: GroupGeometry,
+        hashes: Sequence[bytes],
+        start: int,
+        block: int,
+        stop: int,
+        tokens: int,
+    ) -> Piece | None:
+        """Find a record of the chunk at ``start`` that keeps blocks [block, stop)."""
+        geometry, unit = self._geometry, self._geometry.hash_block_tokens
+        need = min(tokens, stop * group.block_tokens)  # tokens that the record must reach
+        whole = start + geometry.chunk_tokens
+        longest = min(whole, len(hashes) * unit)
+        ends = [whole] if longest == whole else []
+        if need < whole:
+            ends += [need, *(e for e in range(longest // unit * unit, need, -unit) if e != whole)]
+        for end in ends:
+            key = self._key(hashes, end, group.group_id)
+            if self._catalog.source(key) is None:
+                continue
+            stored_block, stored = geometry.blocks_in_span(group, start, end)
+            if stored_block <= block and stop <= stored_block + stored:
+                n = stop - block
+                return Piece(key, group.group_id, start, end, stored_block, stored, block, n)
+        return None
+
+    def _why(self, hashes: Sequence[bytes], covered: int) -> MissReason:
+        """Say why the full-attention groups end at ``covered``."""
+        chunk = self._geometry.chunk_tokens
+        end = (covered // chunk + 1) * chunk
+        if end > len(hashes) * self._geometry.hash_block_tokens:
+            return MissReason.NOT_STORED
+        for group in self._full:
+            entry = self._catalog.get(self._key(hashes, end, group.group_id))
+            if entry is not None and self._catalog.source_of(entry) is None:
+                if any(entry.masks):
+                    return MissReason.TIER_OFF
+                if entry.ram is RamState.FILLING:
+                    return MissReason.SAVING
+        return MissReason.NOT_STORED
+
+
+def _lacks(group: GroupGeometry) -> MissReason:
+    if group.kind is GroupKind.RECURRENT:
+        return MissReason.STATE_MISSING
+    return MissReason.WINDOW_MISSING
