@@ -11,42 +11,16 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
 
 from ..storage.errors import AddressError
+from .geometry import PAGE_ALIGN_BYTES
 
-PAGE_ALIGN_BYTES = 4096
-
-
-class RegionArrays(Protocol):
-    """Regions of one group in payload order: (R,) uint64 arrays.
-
-    Block ``b`` of region ``r`` is ``length[r]`` bytes at ``base[r] + b * stride[r]``.
-    """
-
-    @property
-    def base(self) -> NDArray[np.uint64]:
-        """Addresses of block 0."""
-
-    @property
-    def stride(self) -> NDArray[np.uint64]:
-        """Distances between blocks in bytes."""
-
-    @property
-    def length(self) -> NDArray[np.uint64]:
-        """Bytes of one block."""
-
-
-@dataclass(frozen=True, slots=True)
-class RegionTable:
-    """The plain form of `RegionArrays`."""
-
-    base: NDArray[np.uint64]
-    stride: NDArray[np.uint64]
-    length: NDArray[np.uint64]
+if TYPE_CHECKING:
+    from .regions import RegionTable
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,6 +47,7 @@ class GroupShape:
     parts: tuple[Rows, ...]
     block_bytes: int
     padded_bytes: int
+    num_blocks: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,25 +58,22 @@ class Run:
     count: int
 
 
-def group_shape(regions: RegionArrays) -> GroupShape:
-    """Join a group's regions into as few `Rows` as can be.
-
-    Raises:
-        AddressError: no regions, or arrays of different lengths.
-    """
-    merged = _merge_adjacent(regions)
+def group_shape(table: RegionTable) -> GroupShape:
+    """Join a group's regions into as few `Rows` as can be."""
+    regions = list(
+        zip(table.base.tolist(), table.stride.tolist(), table.length.tolist(), strict=True)
+    )
     parts: list[Rows] = []
     page_offset = 0
     i = 0
-    while i < len(merged):
-        base, stride, length = merged[i]
+    while i < len(regions):
+        base, stride, length = regions[i]
         end = i + 1
-        pitch = merged[end][0] - base if end < len(merged) else length
+        pitch = regions[end][0] - base if end < len(regions) else length
         while (
-            end < len(merged)
+            end < len(regions)
             and pitch > 0
-            and merged[end][1:] == (stride, length)
-            and merged[end][0] - merged[end - 1][0] == pitch
+            and regions[end] == (regions[end - 1][0] + pitch, stride, length)
         ):
             end += 1
         if end == i + 1:
@@ -110,26 +82,7 @@ def group_shape(regions: RegionArrays) -> GroupShape:
         page_offset += (end - i) * length
         i = end
     padded = -(-page_offset // PAGE_ALIGN_BYTES) * PAGE_ALIGN_BYTES
-    return GroupShape(tuple(parts), page_offset, padded)
-
-
-def _merge_adjacent(regions: RegionArrays) -> list[tuple[int, int, int]]:
-    """Return (base, stride, length) of regions, adjacent ones of equal stride joined."""
-    base, stride, length = regions.base.tolist(), regions.stride.tolist(), regions.length.tolist()
-    if not base or not len(base) == len(stride) == len(length):
-        raise AddressError(
-            f"a group needs equally many bases, strides and lengths, at least one: "
-            f"{len(base)}, {len(stride)}, {len(length)}"
-        )
-    merged: list[tuple[int, int, int]] = []
-    for b, s, n in zip(base, stride, length, strict=True):
-        if merged and merged[-1][1] == s and merged[-1][0] + merged[-1][2] == b:
-            first, _, joined = merged[-1]
-            if joined + n <= s:  # else neighbouring regions, not parts of one block
-                merged[-1] = (first, s, joined + n)
-                continue
-        merged.append((b, s, n))
-    return merged
+    return GroupShape(tuple(parts), page_offset, padded, table.num_blocks)
 
 
 def check_blocks(block_ids: NDArray[np.int64], page_ids: NDArray[np.int64], num_blocks: int) -> int:

@@ -19,7 +19,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..storage.errors import AddressError, KVTierError
-from .copyplan import GroupShape, RegionArrays, Rows, Run, check_blocks, find_runs, group_shape
+from .copyplan import GroupShape, Rows, Run, check_blocks, find_runs, group_shape
+from .regions import RegionTable
 
 Ids = NDArray[np.int64]
 
@@ -142,12 +143,9 @@ class HostMover:
     (docs/decisions/host-copies.md). Speed is that of one thread's memcpy.
     """
 
-    def __init__(
-        self, regions: Mapping[int, RegionArrays], pages: PageAddresses, num_blocks: int
-    ) -> None:
-        self._shapes = {group: group_shape(table) for group, table in regions.items()}
+    def __init__(self, tables: Mapping[int, RegionTable], pages: PageAddresses) -> None:
+        self._shapes = {group: group_shape(table) for group, table in tables.items()}
         self._pages = pages
-        self._num_blocks = num_blocks
         self._closed = False
         check_page_room(self._shapes, pages)
 
@@ -181,7 +179,7 @@ class HostMover:
 
     def _copy(self, group: int, block_ids: Ids, page_ids: Ids, *, to_page: bool) -> CopyTicket:
         shape = shape_of(self._shapes, group)
-        n = check_blocks(block_ids, page_ids, self._num_blocks)
+        n = check_blocks(block_ids, page_ids, shape.num_blocks)
         if self._closed:
             return EndedTicket(CopyFailed("the mover is closed"))
         if n == 0:

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 import numpy as np
 import pytest
 
-from kvtier.connector.copyplan import RegionTable
 from kvtier.connector.mover import CopyFailed, Mover
+from kvtier.connector.regions import RegionTable, region_table
 from kvtier.storage.errors import AddressError
 
 SEED = 20_407
@@ -47,14 +47,6 @@ class Pages:
         ctypes.memmove(self.start, data.ctypes.data, data.nbytes)
 
 
-def _table(start, offsets, strides, lengths):
-    return RegionTable(
-        base=np.array([start + o for o in offsets], np.uint64),
-        stride=np.array(strides, np.uint64),
-        length=np.array(lengths, np.uint64),
-    )
-
-
 LAYOUTS = {
     # name: (offsets, strides, lengths) of each region, given the number of blocks
     "layer outermost": lambda n: ([r * n * 4096 for r in range(6)], [4096] * 6, [4096] * 6),
@@ -81,7 +73,8 @@ def make_device(layout, rng, num_blocks=NUM_BLOCKS):
     size = max(o + s * num_blocks for o, s in zip(offsets, strides, strict=True)) + 64
     memory = rng.integers(0, 256, size + 64, dtype=np.uint8)
     start = -(-memory.ctypes.data // 64) * 64
-    return Device(memory, {3: _table(start, offsets, strides, lengths)})
+    ranges = [(start + o, s, n) for o, s, n in zip(offsets, strides, lengths, strict=True)]
+    return Device(memory, {3: region_table(3, ranges, num_blocks)})
 
 
 def device_block(table, block):
@@ -93,7 +86,7 @@ def device_block(table, block):
 
 
 class MoverContract:
-    """Subclass with a `make_mover` fixture: (tables, pages, num_blocks) -> Mover."""
+    """Subclass with a `make_mover` fixture: (tables, pages) -> Mover."""
 
     @pytest.fixture(params=sorted(LAYOUTS))
     def layout(self, request):
@@ -111,7 +104,7 @@ class MoverContract:
         page_bytes = -(-block_bytes // 4096) * 4096 + 4096 * int(rng.integers(0, 2))
         pages = Pages(NUM_BLOCKS, page_bytes)
         pages.fill(rng)
-        mover: Mover = make_mover(device.tables, pages, NUM_BLOCKS)
+        mover: Mover = make_mover(device.tables, pages)
         yield device, pages, mover
         mover.close()
 

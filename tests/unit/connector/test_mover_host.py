@@ -32,14 +32,14 @@ def test_refuses_pages_too_small_for_a_block():
     """A RAM page that cannot hold a padded block is refused at construction."""
     device = make_device("layer outermost", np.random.default_rng(1))
     with pytest.raises(AddressError, match="takes 24576 bytes, a RAM page has 20480"):
-        HostMover(device.tables, Pages(4, 20480), 24)
+        HostMover(device.tables, Pages(4, 20480))
 
 
 def test_starts_no_threads_of_the_engine_pool():
     """Copies never start or use torch's thread pool, which belongs to the engine."""
     device = make_device("wide rows", np.random.default_rng(1))
     pages = Pages(24, 1_204_224)
-    mover = HostMover(device.tables, pages, 24)
+    mover = HostMover(device.tables, pages)
     ids = np.array([3, 1, 9, 5], np.int64)
     grown = []
 
