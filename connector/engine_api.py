@@ -8,6 +8,7 @@ one line what it does not recognise. Nothing of vLLM is imported at import time.
 from __future__ import annotations
 
 import os
+import platform
 from enum import Enum
 from typing import TYPE_CHECKING, Any
 
@@ -221,3 +222,62 @@ def engine_version() -> str:
     except ImportError:
         return "unknown"
     return str(getattr(vllm, "__version__", "unknown"))
+
+
+def device_type(vllm_config: Any) -> str:
+    """Return the kind of device that holds the KV cache: cpu, cuda, ..."""
+    device = getattr(getattr(vllm_config, "device_config", None), "device_type", None)
+    if device is None:
+        device = getattr(getattr(vllm_config, "device_config", None), "device", "unknown")
+    return str(device)
+
+
+def cpu_packing(vllm_config: Any, specs: Sequence[Any]) -> list[str] | None:
+    """Return how the CPU attention packs each spec's blocks, or None on other devices.
+
+    The packing follows from the instruction set, so that it belongs to the identity
+    of the bytes. Every process of a machine computes the same.
+    """
+    if device_type(vllm_config) != "cpu":
+        return None
+    try:
+        from vllm.v1.attention.backends import cpu_attn  # noqa: PLC0415 (vLLM is slow to import)
+
+        choose = cpu_attn._get_attn_isa  # noqa: SLF001 (vLLM has no public name for it)
+    except (ImportError, AttributeError):
+        return [f"unknown {platform.machine()}"]
+    model = vllm_config.model_config
+    cache_dtype = getattr(vllm_config.cache_config, "cache_dtype", None)
+    out = []
+    for spec in specs:
+        if spec_kind(spec) is SpecKind.RECURRENT:
+            out.append("none")
+            continue
+        try:
+            out.append(str(choose(model.dtype, spec.block_size, spec.head_size, cache_dtype)))
+        except TypeError:  # fewer parameters in older engines
+            out.append(str(choose(model.dtype, spec.block_size)))
+        except NotImplementedError:  # the engine refuses this cache type itself
+            out.append("unsupported")
+    return out
+
+
+def layer_backends(vllm_config: Any) -> dict[str, str]:
+    """Return the attention backend of every layer built in this process, by layer name.
+
+    Empty in the scheduler's process, which builds no layers.
+    """
+    context = getattr(vllm_config.compilation_config, "static_forward_context", None) or {}
+    out = {}
+    for name, layer in context.items():
+        get_backend = getattr(layer, "get_attn_backend", None)
+        if get_backend is not None:
+            backend = get_backend()
+            out[str(name)] = f"{backend.__module__}.{backend.__qualname__}"
+    return out
+
+
+def finished_normally(request: Any) -> bool:
+    """Say whether a request ran to its end, so that all of its accepted tokens' KV is valid."""
+    name = getattr(request.status, "name", "")
+    return name in {"FINISHED_STOPPED", "FINISHED_LENGTH_CAPPED", "FINISHED_REPETITION"}
