@@ -1,0 +1,337 @@
+"""Redis (or Valkey) as the shared tier: one store for many engines.
+
+A record lies as `kvtier.storage.redis_layout` says; `redis_wire` moves its
+bytes, `redis_servers` knows where. Nothing connects before the first call.
+
+Commands used, for those who write ACLs: ``GET GETRANGE SET EXISTS UNLINK
+PERSIST EXPIRE STRLEN OBJECT|IDLETIME SCAN MULTI EXEC``. Never ``KEYS`` nor
+``FLUSH*``; nothing outside our prefix is read or written.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import threading
+import time
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import xxhash
+
+from .codec import encode
+from .errors import (
+    DamageReason,
+    RecordDamaged,
+    RecordMissing,
+    TierError,
+    TierRefused,
+    TierUnavailable,
+)
+from .key import NAMESPACE_BYTES
+from .record import CodecId, Header, payload_checksum
+from .redis_ask import Question, ask, suspecting
+from .redis_layout import GENERATION_BYTES, HEAD_BYTES, Head, Names, parse_head
+from .redis_record import Place, StripeGoneError, read_record, write_record
+from .redis_scan import head_names, heads_of, unlink_all
+from .redis_servers import Servers
+from .redis_wire import MigratingError, MovedError, ServerError, command, raise_error
+from .tier import PutResult, RecordInfo, Tier, TierCapabilities, TierChanges, TierStat
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+
+    from .redis_url import RedisSettings
+    from .redis_wire import Answer, Wire
+    from .tier import Buffers, RecordSpec
+
+T = TypeVar("T")
+_MAX_CHANGES = 1 << 16
+_HOPS = 3
+_BATCH_KEYS = 256
+_DESCRIBE_EVERY_S = 3600.0
+
+
+class RedisTier(Tier):
+    """Records of one namespace and rank in Redis. Thread-safe; every call blocks.
+
+    A server that is silent for ``settings.timeout_s`` makes a call raise
+    `TierUnavailable`; nothing is retried here but a kept connection that
+    proves to be closed.
+
+    Args:
+        settings: server and manners (`kvtier.storage.redis_url`).
+        namespace: 16 bytes, the fingerprint of what changes the bytes.
+        rank: whose bytes these are.
+        codec: what to try on payloads.
+        item_bytes: bytes of one value, for the codec.
+        description: plain words about the namespace, kept beside it for tools.
+        clock: Unix time.
+        draw: returns so many random bytes.
+    """
+
+    capabilities = TierCapabilities(persistent=True, shared=True, evicts=False)
+
+    def __init__(
+        self,
+        settings: RedisSettings,
+        namespace: bytes,
+        rank: int,
+        *,
+        codec: CodecId = CodecId.RAW,
+        item_bytes: int = 2,
+        description: Mapping[str, Any] | None = None,
+        name: str = "redis",
+        clock: Callable[[], float] = time.time,
+        draw: Callable[[int], bytes] = os.urandom,
+    ) -> None:
+        assert len(namespace) == NAMESPACE_BYTES
+        self.name = name
+        self.settings = settings
+        self._namespace = namespace
+        self._rank = rank
+        self._codec = codec
+        self._item_bytes = item_bytes
+        self._description = json.dumps(description, sort_keys=True) if description else ""
+        self._clock = clock
+        self._draw = draw
+        self._servers = Servers(settings)
+        self._names = Names(settings.prefix, namespace, rank)
+        self._place = Place(
+            self._names,
+            namespace,
+            rank,
+            settings.safe_url,
+            settings.ttl_s,
+            settings.stripe_bytes,
+        )
+        self._lock = threading.Lock()  # what is below
+        self._changed: dict[bytes, bool] = {}
+        self._records = self._stored_bytes = 0
+        self._described_s = float("-inf")
+
+    def __repr__(self) -> str:
+        return f"RedisTier({self.settings.safe_url!r}, rank={self._rank})"
+
+    # -- payloads ----------------------------------------------------------
+
+    def put(self, spec: RecordSpec, payload: Buffers, *, replace: bool = False) -> PutResult:
+        """Store a record; see `Tier.put`. Bytes go from ``payload`` to the socket."""
+        assert sum(len(part) for part in payload) == spec.raw_bytes
+        encoded = encode(self._codec, self._item_bytes, payload)
+        head = Head(
+            Header(
+                namespace=self._namespace,
+                key=spec.key,
+                rank=self._rank,
+                start_tokens=spec.start_tokens,
+                end_tokens=spec.end_tokens,
+                codec=encoded.codec,
+                item_bytes=self._item_bytes,
+                raw_bytes=spec.raw_bytes,
+                stored_bytes=encoded.stored_bytes,
+                payload_checksum=payload_checksum(encoded.parts),
+                created_us=int(self._clock() * 1e6),
+            ),
+            self._draw(GENERATION_BYTES),
+            self.settings.stripe_bytes,
+        )
+        try:
+            written = self._transfer(
+                spec.key,
+                lambda wire: write_record(
+                    wire, self._place, spec, head, encoded.parts, replace=replace
+                ),
+            )
+        except MigratingError as error:
+            raise TierRefused(f"redis: the slot is moving: {error}") from None
+        if written.result is PutResult.STORED:
+            with self._lock:
+                self._records -= written.replaced_bytes is not None
+                self._stored_bytes -= written.replaced_bytes or 0
+            self._note(spec.key, there=True, stored_bytes=HEAD_BYTES + encoded.stored_bytes)
+            self._describe()
+        return written.result
+
+    def get(self, spec: RecordSpec, into: Buffers) -> int:
+        """Read a record; see `Tier.get`. Bytes of a raw record go from the socket to ``into``."""
+        assert sum(len(part) for part in into) == spec.raw_bytes
+        try:
+            try:
+                return self._read(spec, into)
+            except StripeGoneError:
+                return self._read(spec, into)  # replaced while we read, perhaps
+        except StripeGoneError as error:
+            raise RecordDamaged(DamageReason.TRUNCATED, str(error)) from None
+        except MigratingError:
+            raise RecordMissing("its slot is moving between nodes") from None
+        except RecordMissing:
+            self._note(spec.key, there=False)
+            raise
+
+    def _read(self, spec: RecordSpec, into: Buffers) -> int:
+        return self._transfer(spec.key, lambda wire: read_record(wire, self._place, spec, into))
+
+    def _transfer(self, key: bytes, work: Callable[[Wire], T]) -> T:
+        """Run ``work`` on a payload connection to the server of ``key``."""
+        head_name = self._names.head(key)
+        for _hop in range(_HOPS):
+            node = self._servers.node_of(head_name)
+            try:
+                with suspecting(self._servers):
+                    return node.payloads.call(work)
+            except MovedError:
+                self._servers.moved()
+        raise TierUnavailable("redis: keys keep moving; a cluster needs redis+cluster://")
+
+    # -- questions ---------------------------------------------------------
+
+    def contains_many(self, keys: Sequence[bytes]) -> list[bool]:
+        """Return which keys have a head: one round trip (one to every node, all at once)."""
+        found = self._ask_each(keys, lambda name: command(b"EXISTS", name))
+        return [answer == 1 for answer in found]
+
+    def delete(self, keys: Iterable[bytes]) -> int:
+        """Delete records, heads first; return how many were there."""
+        wanted = list(dict.fromkeys(keys))
+        deleted = 0
+        for start in range(0, len(wanted), _BATCH_KEYS):
+            batch = wanted[start : start + _BATCH_KEYS]
+            heads = self._heads(batch)
+            gone = self._ask_each(batch, lambda name: command(b"UNLINK", name))
+            self._ask(
+                Question(names[0], command(b"UNLINK", *names))
+                for key, head in zip(batch, heads, strict=True)
+                if head is not None and (names := self._names.stripes(key, head))
+            )
+            deleted += sum(answer == 1 for answer in gone)
+            for key, head, answer in zip(batch, heads, gone, strict=True):
+                if answer == 1:
+                    stored_bytes = HEAD_BYTES + head.header.stored_bytes if head else 0
+                    self._note(key, there=False, stored_bytes=stored_bytes)
+        return deleted
+
+    def touch(self, keys: Iterable[bytes]) -> None:
+        """Give records their whole time to live again; best effort, nothing without one."""
+        ttl_s = self.settings.ttl_s
+        if ttl_s is None:
+            return
+        wanted = list(dict.fromkeys(keys))
+        try:
+            for start in range(0, len(wanted), _BATCH_KEYS):
+                batch = wanted[start : start + _BATCH_KEYS]
+                self._ask(
+                    Question(name, command(b"EXPIRE", name, int(ttl_s) + margin_s))
+                    for key, head in zip(batch, self._heads(batch), strict=True)
+                    if head is not None
+                    for name, margin_s in (
+                        *((stripe, 600) for stripe in self._names.stripes(key, head)),
+                        (self._names.head(key), 0),
+                    )
+                )
+        except TierError:
+            return  # the next use tries again
+
+    def _heads(self, keys: Sequence[bytes]) -> list[Head | None]:
+        found = self._ask_each(keys, lambda name: command(b"GETRANGE", name, 0, HEAD_BYTES - 1))
+        return [_head(answer) for answer in found]
+
+    def _ask_each(self, keys: Sequence[bytes], make: Callable[[bytes], bytes]) -> list[Answer]:
+        names = [self._names.head(key) for key in keys]
+        return self._ask(Question(name, make(name)) for name in names)
+
+    def _ask(self, questions: Iterable[Question]) -> list[Answer]:
+        answers = ask(self._servers, list(questions))
+        for answer in answers:
+            if isinstance(answer, ServerError) and answer.code != "WRONGTYPE":
+                raise_error(answer, self.settings.safe_url)
+        return answers
+
+    # -- the whole namespace ---------------------------------------------
+
+    def scan(self) -> Iterator[RecordInfo]:
+        """Yield all records; read from the server in batches as the caller goes on."""
+        seen: set[int] = set()
+        records = stored_bytes = 0
+        for node in self._servers.nodes():
+            for names in head_names(self._servers, node, self._names.heads_pattern):
+                for found in heads_of(self._servers, node, names):
+                    key, mark = self._names.key_of(found.name), xxhash.xxh3_64_intdigest(found.name)
+                    if key is None or mark in seen:
+                        continue
+                    seen.add(mark)
+                    records += 1
+                    stored_bytes += found.stored_bytes
+                    yield RecordInfo(key, found.stored_bytes, self._clock() - found.idle_s)
+        with self._lock:
+            self._records, self._stored_bytes = records, stored_bytes
+
+    def changes(self) -> TierChanges:
+        """Return what this tier object itself stored, deleted or missed since the last call."""
+        with self._lock:
+            changed, self._changed = self._changed, {}
+        return TierChanges(
+            added=tuple(key for key, there in changed.items() if there),
+            removed=tuple(key for key, there in changed.items() if not there),
+        )
+
+    def stat(self) -> TierStat:
+        """Return the last whole scan's count and what was stored and deleted here since."""
+        with self._lock:
+            return TierStat(max(self._records, 0), max(self._stored_bytes, 0), None)
+
+    def clear(self) -> None:
+        """Delete every record of this namespace and rank; see `Tier.clear`."""
+        trouble: list[str] = []
+        deleted = 0
+        for node in self._servers.nodes():
+            try:
+                deleted += unlink_all(self._servers, node, self._names.all_pattern)
+            except TierError as error:  # noqa: PERF203 - one node's trouble does not spare the rest
+                trouble.append(str(error))
+        if trouble:
+            raise TierUnavailable(
+                f"redis: {deleted} values deleted, the rest not cleared: {'; '.join(trouble)}"
+            )
+        with self._lock:
+            self._records = self._stored_bytes = 0
+
+    def close(self) -> None:
+        """Close all connections; calls that wait on one raise. Idempotent."""
+        self._servers.close()
+
+    # -- bookkeeping -------------------------------------------------------
+
+    def _note(self, key: bytes, *, there: bool, stored_bytes: int = 0) -> None:
+        with self._lock:
+            self._changed.pop(key, None)
+            self._changed[key] = there
+            if len(self._changed) > _MAX_CHANGES:
+                del self._changed[next(iter(self._changed))]
+            if stored_bytes:
+                self._records += 1 if there else -1
+                self._stored_bytes += stored_bytes if there else -stored_bytes
+
+    def _describe(self) -> None:
+        """Keep the namespace's words beside it, as long as there are records; best effort."""
+        now_s = self._clock()
+        with self._lock:
+            due = now_s - self._described_s >= _DESCRIBE_EVERY_S and self._description
+            if due:
+                self._described_s = now_s
+        if not due:
+            return
+        name, text = self._names.description, self._description.encode()
+        life = () if self.settings.ttl_s is None else (b"EX", int(self.settings.ttl_s) + 7200)
+        try:
+            ask(self._servers, [Question(name, command(b"SET", name, text, *life))])
+        except TierError:
+            return  # the record is stored; the words come with a later one
+
+
+def _head(answer: Answer) -> Head | None:
+    if not isinstance(answer, bytes):
+        return None
+    try:
+        return parse_head(answer)
+    except RecordDamaged:
+        return None

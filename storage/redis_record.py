@@ -1,0 +1,267 @@
+"""One record over one connection: read it into pages, write it from pages.
+
+Blocking, on the calling thread; both bound what is in flight to a window of
+stripes, so that neither side piles up more.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import xxhash
+
+from .codec import decode
+from .errors import DamageReason, RecordDamaged, RecordMissing, TierError, TierRefused
+from .record import CodecId, check
+from .redis_layout import HEAD_BYTES, Head, Names, cut, parse_head
+from .redis_wire import ServerError, command, raise_error
+from .tier import PutResult
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from .redis_wire import Answer, Wire
+    from .tier import Buffers, RecordSpec
+
+WINDOW_STRIPES = 3
+_UNFINISHED_MS = 600_000  # stripes whose head never came vanish by themselves
+
+
+class StripeGoneError(Exception):
+    """A stripe that the head promises is not there (the record may just have been replaced)."""
+
+
+@dataclass(frozen=True)
+class Place:
+    """Whose records are read and written, and how they are written."""
+
+    names: Names
+    namespace: bytes
+    rank: int
+    where: str
+    ttl_s: float | None
+    stripe_bytes: int
+
+
+@dataclass(frozen=True)
+class Written:
+    """How a write ended.
+
+    Attributes:
+        result: STORED, or EXISTS and nothing changed.
+        replaced_bytes: what the record took whose place this one took; 0 for
+            one that does not parse, None when there was none.
+    """
+
+    result: PutResult
+    replaced_bytes: int | None = None
+
+
+def read_record(wire: Wire, place: Place, spec: RecordSpec, into: Buffers) -> int:
+    """Read, verify and decode the record of ``spec`` into ``into``; return bytes read.
+
+    Raises:
+        RecordMissing, RecordDamaged, TierUnavailable: as `Tier.get` does.
+        StripeGoneError: the head's stripes are not all there.
+    """
+    wire.begin(spec.raw_bytes)
+    wire.send([command(b"GET", place.names.head(spec.key))], 1)
+    size = wire.bulk_bytes()
+    if isinstance(size, ServerError):
+        raise_error(size, place.where)
+    if size is None:
+        raise RecordMissing("no such record")
+    raw_head = bytearray(min(HEAD_BYTES, size))
+    wire.read_into([memoryview(raw_head)])
+    head = parse_head(raw_head)
+    check(head.header, spec, place.namespace, place.rank)
+    _check_size(size - HEAD_BYTES, head.bytes_of(0))
+    stored_bytes = head.header.stored_bytes
+    if head.header.codec is CodecId.RAW:
+        _read_stripes(wire, place, head, into)
+    else:
+        stored = memoryview(bytearray(stored_bytes))
+        _read_stripes(wire, place, head, [stored])
+        decode(head.header.codec, head.header.item_bytes, stored, into)
+    return HEAD_BYTES + stored_bytes
+
+
+def _read_stripes(wire: Wire, place: Place, head: Head, into: Buffers) -> None:
+    """Fill ``into`` with the stored payload; hash each stripe while the next arrives."""
+    key = head.header.key
+    names = place.names.stripes(key, head)
+    first = names[: WINDOW_STRIPES - 1]
+    if first:
+        wire.send([b"".join(command(b"GET", name) for name in first)], len(first))
+    digest = xxhash.xxh3_128()
+    for number, views in enumerate(cut(into, head.stripe_bytes)):
+        if number:
+            size = wire.bulk_bytes()
+            if isinstance(size, ServerError):
+                raise_error(size, place.where)
+            if size is None:
+                raise StripeGoneError(f"stripe {number} of {head.stripes} is gone")
+            _check_size(size, head.bytes_of(number))
+        wire.read_into(views)
+        wire.bulk_end()
+        ahead = number + WINDOW_STRIPES
+        if ahead < head.stripes:
+            wire.send([command(b"GET", names[ahead - 1])], 1)
+        for view in views:
+            digest.update(view)
+    if digest.digest() != head.header.payload_checksum:
+        raise RecordDamaged(DamageReason.PAYLOAD, "payload checksum differs")
+
+
+def _check_size(found: int, wanted: int) -> None:
+    if found != wanted:
+        reason = DamageReason.TRUNCATED if found < wanted else DamageReason.LENGTHENED
+        raise RecordDamaged(reason, f"a stripe of {found} bytes, wanted {wanted}")
+
+
+def write_record(
+    wire: Wire,
+    place: Place,
+    spec: RecordSpec,
+    head: Head,
+    parts: Sequence[bytes | memoryview],
+    *,
+    replace: bool,
+) -> Written:
+    """Write ``parts`` as the record that ``head`` describes, unless an intact one is there.
+
+    Raises:
+        TierRefused, TierUnavailable: nothing of it can be seen; what was
+            written is deleted now, or by its time to live.
+    """
+    names = place.names
+    wire.begin(head.header.stored_bytes)
+    found = _ask(wire, [command(b"GETRANGE", names.head(spec.key), 0, HEAD_BYTES - 1)])[0]
+    if isinstance(found, ServerError) and found.code != "WRONGTYPE":
+        raise_error(found, place.where, writing=True)
+    if not replace and isinstance(found, bytes) and _looks_intact(wire, place, spec, found):
+        return Written(PutResult.EXISTS)
+    try:
+        first = _send_stripes(wire, place, head, parts)
+        return _commit(wire, place, head, first, fresh=found == b"" and not replace)
+    except TierError:
+        if not wire.broken:
+            _drop(wire, names.stripes(spec.key, head))
+        raise
+
+
+def _looks_intact(wire: Wire, place: Place, spec: RecordSpec, found: bytes) -> bool:
+    """Whether the bytes of a head are that of ``spec`` and all its stripes are there."""
+    try:
+        head = parse_head(found)
+        check(head.header, spec, place.namespace, place.rank)
+    except RecordDamaged:
+        return False
+    names = place.names.stripes(spec.key, head)
+    return not names or _ask(wire, [command(b"EXISTS", *names)])[0] == len(names)
+
+
+def _send_stripes(
+    wire: Wire, place: Place, head: Head, parts: Sequence[bytes | memoryview]
+) -> list[memoryview]:
+    """Send all stripes but the first, which is returned; ends at the first refusal."""
+    key, ttl_s = head.header.key, place.ttl_s
+    # stripes outlive their head, never the other way round
+    life_ms = _UNFINISHED_MS + (int(ttl_s * 1000) if ttl_s is not None else 0)
+    after = b"\r\n" + _bulk(b"PX") + _bulk(b"%d" % life_ms)
+    stripes = cut(parts, head.stripe_bytes)
+    first = next(stripes)
+    refusal: ServerError | None = None
+    for number, views in enumerate(stripes, 1):
+        before = b"*5\r\n$3\r\nSET\r\n%b$%d\r\n" % (
+            _bulk(place.names.stripe(key, head.generation, number)),
+            head.bytes_of(number),
+        )
+        wire.send([before, *views, after], 1)
+        if wire.pending >= WINDOW_STRIPES:
+            refusal = _error(wire.answer())
+            if refusal is not None:
+                break
+    while wire.pending:
+        refusal = _error(wire.answer()) or refusal
+    if refusal is not None:
+        raise_error(refusal, place.where, writing=True)
+    return first
+
+
+def _commit(
+    wire: Wire, place: Place, head: Head, first: list[memoryview], *, fresh: bool
+) -> Written:
+    """Write the head, from where on the record is there.
+
+    A ``fresh`` one yields to a writer that was quicker; any other takes the
+    place of what is there, whose stripes are then deleted.
+    """
+    key = head.header.key
+    name, names = place.names.head(key), place.names.stripes(key, head)
+    keep = names if place.ttl_s is None else []
+    options = [b"NX"] if fresh else []
+    if place.ttl_s is not None:
+        options += [b"PX", b"%d" % int(place.ttl_s * 1000)]
+    before = [command(b"PERSIST", stripe) for stripe in keep]
+    if not fresh:
+        before += [command(b"MULTI"), command(b"GETRANGE", name, 0, HEAD_BYTES - 1)]
+    before.append(
+        b"*%d\r\n$3\r\nSET\r\n%b$%d\r\n"
+        % (3 + len(options), _bulk(name), HEAD_BYTES + head.bytes_of(0))
+    )
+    after = [b"\r\n", *(_bulk(option) for option in options)]
+    if not fresh:
+        after.append(command(b"EXEC"))
+    asked = len(keep) + (1 if fresh else 4)
+    wire.send([b"".join(before), head.pack(), *first, b"".join(after)], asked)
+    answers = [wire.answer() for _ in range(asked)]
+    last = answers[-1]
+    every = [*answers, *(last if isinstance(last, list) else [])]
+    # the head that MULTI read may be of a foreign type, which is why it is replaced
+    errors = [error for error in map(_error, every) if error and error.code != "WRONGTYPE"]
+    error = errors[0] if errors else None
+    if error is not None:
+        raise_error(error, place.where, writing=True)
+    if any(kept != 1 for kept in answers[: len(keep)]):
+        _drop(wire, [name])
+        raise TierRefused(f"redis {place.where}: evicts stripes before their record is whole")
+    if fresh and last is None:
+        _drop(wire, names)
+        return Written(PutResult.EXISTS)
+    old = last[0] if isinstance(last, list) and last else b""
+    if old == b"":
+        return Written(PutResult.STORED)
+    return Written(PutResult.STORED, _drop_replaced(wire, place, head, old))
+
+
+def _drop_replaced(wire: Wire, place: Place, head: Head, old: Answer) -> int:
+    """Delete the stripes of the record whose place ``head`` took; return what it took."""
+    try:
+        replaced = parse_head(old if isinstance(old, bytes) else b"")
+    except RecordDamaged:
+        return 0  # its stripes cannot be known; their time to live ends them
+    if replaced.generation != head.generation:
+        _drop(wire, place.names.stripes(head.header.key, replaced))
+    return HEAD_BYTES + replaced.header.stored_bytes
+
+
+def _drop(wire: Wire, names: Sequence[bytes]) -> None:
+    """Delete values that nobody refers to; best effort."""
+    if names:
+        _ask(wire, [command(b"UNLINK", *names)])
+
+
+def _ask(wire: Wire, commands: Sequence[bytes]) -> list[Answer]:
+    """Send small commands in one go and return their answers."""
+    wire.send([b"".join(commands)], len(commands))
+    return [wire.answer() for _ in commands]
+
+
+def _bulk(text: bytes) -> bytes:
+    return b"$%d\r\n%b\r\n" % (len(text), text)
+
+
+def _error(answer: Answer) -> ServerError | None:
+    return answer if isinstance(answer, ServerError) else None
