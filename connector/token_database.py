@@ -11,13 +11,12 @@ over chunks, blocks or regions. Lengths are one row for all blocks of a group.
 
 from __future__ import annotations
 
-import struct
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from ..storage.errors import AddressError
+from .block_plan import BlockPlan, check_ids, first_rows, merge_touching, ragged_ranges, to_ids
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -27,64 +26,6 @@ if TYPE_CHECKING:
     from .geometry import Geometry
     from .regions import RegionTable
 
-MAX_IOVECS = 1024  # Linux IOV_MAX: what one preadv or pwritev takes
-
-
-@dataclass(frozen=True, slots=True)
-class Plan:
-    """Blocks of one group, chunk after chunk, in payload order.
-
-    Attributes:
-        group_id: the engine's id of the group.
-        block_ids: ids of all blocks, uint64 (n,).
-        starts_tokens: first token of each chunk, int64 (c,).
-        spans_tokens: tokens of each chunk, int64 (c,).
-        first_rows: index into `block_ids` of each chunk's first block, and n at
-            the end, int64 (c + 1,).
-    """
-
-    group_id: int
-    block_ids: NDArray[np.uint64]
-    starts_tokens: NDArray[np.int64]
-    spans_tokens: NDArray[np.int64]
-    first_rows: NDArray[np.int64]
-
-    @property
-    def n_chunks(self) -> int:
-        """Chunks (c)."""
-        return len(self.starts_tokens)
-
-    @property
-    def n_blocks(self) -> int:
-        """Blocks of all chunks together (n)."""
-        return len(self.block_ids)
-
-    def select(self, chunks: NDArray[np.bool_] | NDArray[np.integer] | Sequence[int]) -> Plan:
-        """Return a plan of these chunks (a mask, or indices in the order wanted); a copy."""
-        picked = np.asarray(chunks)
-        index = np.flatnonzero(picked) if picked.dtype == np.bool_ else picked.astype(np.int64)
-        counts = np.diff(self.first_rows)[index]
-        rows = _ragged_ranges(self.first_rows[:-1][index], counts)
-        return Plan(
-            self.group_id,
-            self.block_ids[rows],
-            self.starts_tokens[index],
-            self.spans_tokens[index],
-            _first_rows(counts),
-        )
-
-    def slice(self, first_chunk: int, end_chunk: int) -> Plan:
-        """Return chunks [first_chunk, end_chunk) as views of this plan's arrays."""
-        rows = self.first_rows[first_chunk : end_chunk + 1]
-        low, high = (int(rows[0]), int(rows[-1])) if len(rows) else (0, 0)
-        return Plan(
-            self.group_id,
-            self.block_ids[low:high],
-            self.starts_tokens[first_chunk:end_chunk],
-            self.spans_tokens[first_chunk:end_chunk],
-            rows - low if low else rows,
-        )
-
 
 class ChunkedTokenDatabase:
     """Keys of chunks and addresses of blocks for one rank's KV cache."""
@@ -93,6 +34,10 @@ class ChunkedTokenDatabase:
         """Take the geometry and, on a worker, the region tables by group id."""
         self.geometry = geometry
         self._tables = dict(tables or {})
+        self._one_stride = {
+            group_id: table.stride[0] if len(set(table.stride.tolist())) == 1 else None
+            for group_id, table in self._tables.items()
+        }
         self._groups = {group.group_id: group for group in geometry.groups}
         self._hashes_per_chunk = geometry.chunk_tokens // geometry.hash_block_tokens
 
@@ -162,15 +107,16 @@ class ChunkedTokenDatabase:
         self,
         group_id: int,
         block_ids: Sequence[int] | NDArray[np.integer],
-        starts_tokens: Sequence[int] | NDArray[np.integer],
+        starts_tokens: range | Sequence[int] | NDArray[np.integer],
         spans_tokens: Sequence[int] | NDArray[np.integer] | int,
-    ) -> Plan:
+    ) -> BlockPlan:
         """Cut a request's block table of one group into chunks.
 
         Args:
             group_id: the engine's id of the group.
             block_ids: the request's table: entry i holds tokens from i * block_tokens.
-            starts_tokens: first token of each chunk; a multiple of the block.
+            starts_tokens: first token of each chunk, a multiple of the block; a range for
+                chunks at equal distances, which saves a pass.
             spans_tokens: tokens of each chunk, or one number for all; a multiple of the
                 hash block. A span that ends inside a block takes that block whole.
 
@@ -178,28 +124,37 @@ class ChunkedTokenDatabase:
             AddressError: starts or spans that are no whole blocks, chunks past the
                 table, the null block or ids outside the pool.
         """
-        group = self._groups[group_id]
-        table = _to_ids(block_ids)
-        starts = np.asarray(starts_tokens, dtype=np.int64)
-        block = group.block_tokens
-        spans = np.asarray(spans_tokens, dtype=np.int64)
-        _check_spans(starts, spans, block, self.geometry.hash_block_tokens)
-        if spans.ndim == 0:
-            counts = np.full(len(starts), -(-int(spans) // block), dtype=np.int64)
-            spans = np.full(len(starts), int(spans), dtype=np.int64)
+        block = self._groups[group_id].block_tokens
+        table = to_ids(block_ids)
+        firsts = _first_blocks(starts_tokens, block)
+        n_chunks = len(firsts)
+        if isinstance(spans_tokens, int):
+            if spans_tokens <= 0 or spans_tokens % self.geometry.hash_block_tokens:
+                raise AddressError(f"span of {spans_tokens} tokens is no whole number of blocks")
+            most = -(-spans_tokens // block)
+            counts = np.full(n_chunks, most, dtype=np.int64)
+            spans = np.full(n_chunks, spans_tokens, dtype=np.int64)
         else:
+            spans = np.array(spans_tokens, dtype=np.int64)
+            if spans.shape != (n_chunks,):
+                raise AddressError(f"{n_chunks} starts, but spans of shape {spans.shape}")
+            if n_chunks:
+                _check_spans(spans, self.geometry.hash_block_tokens)
             counts = -(-spans // block)
-        firsts = starts // block
-        if len(firsts) and int((firsts + counts).max()) > len(table):
-            raise AddressError(
-                f"chunks reach block {int((firsts + counts).max())}, the table has {len(table)}"
-            )
-        single = len(counts) == 0 or int(counts.max()) == 1
-        ids = table[firsts] if single else table[_ragged_ranges(firsts, counts)]
-        _check_ids(ids, self.geometry.num_blocks)
-        return Plan(group_id, ids, starts, spans, _first_rows(counts))
+            most = int(counts.max()) if n_chunks else 0
+        ends = firsts + counts
+        if n_chunks and np.maximum.reduce(ends) > len(table):
+            raise AddressError(f"chunks reach block {int(ends.max())}, the table has {len(table)}")
+        if most <= 1:
+            ids, rows = table[firsts], np.arange(n_chunks + 1, dtype=np.int64)
+        else:
+            ids, rows = table[ragged_ranges(firsts, counts)], first_rows(counts)
+        check_ids(ids, self.geometry.num_blocks)
+        return BlockPlan(group_id, ids, firsts * block, spans, rows)
 
-    def plan_blocks(self, group_id: int, block_ids: Sequence[int] | NDArray[np.integer]) -> Plan:
+    def plan_blocks(
+        self, group_id: int, block_ids: Sequence[int] | NDArray[np.integer]
+    ) -> BlockPlan:
         """Return a plan whose chunks are these single blocks, in this order.
 
         The worker's way: a plan from the scheduler names every block itself.
@@ -208,16 +163,17 @@ class ChunkedTokenDatabase:
             AddressError: the null block or ids outside the pool.
         """
         block = self._groups[group_id].block_tokens
-        ids = _to_ids(block_ids)
-        _check_ids(ids, self.geometry.num_blocks)
+        ids = to_ids(block_ids)
+        check_ids(ids, self.geometry.num_blocks)
         rows = np.arange(len(ids) + 1, dtype=np.int64)
-        # All chunks share one span; a stride of 0 keeps it one number.
-        spans = np.broadcast_to(np.int64(block), len(ids))
-        return Plan(group_id, ids, rows[:-1] * block, spans, rows)
+        spans = np.full(len(ids), block, dtype=np.int64)
+        return BlockPlan(group_id, ids, rows[:-1] * block, spans, rows)
 
     # -- addresses ----------------------------------------------------------
 
-    def addresses(self, plan: Plan, out: NDArray[np.uint64] | None = None) -> NDArray[np.uint64]:
+    def addresses(
+        self, plan: BlockPlan, out: NDArray[np.uint64] | None = None
+    ) -> NDArray[np.uint64]:
         """Return the address of every block in every range, uint64 (n, R).
 
         Args:
@@ -236,16 +192,16 @@ class ChunkedTokenDatabase:
             target = out[:n]
         else:
             raise AddressError(f"out must be uint64 of shape ({n}, {width}), is {out.shape}")
-        stride = table.stride
-        if width and (stride == stride[0]).all():
+        stride = self._one_stride[plan.group_id]
+        if stride is not None:
             # One stride for all: a product a block instead of one an address.
-            np.add((plan.block_ids * stride[0])[:, None], table.base, out=target)
+            np.add((plan.block_ids * stride)[:, None], table.base, out=target)
         else:
-            np.multiply(plan.block_ids[:, None], stride, out=target)
+            np.multiply(plan.block_ids[:, None], table.stride, out=target)
             np.add(target, table.base, out=target)
         return target
 
-    def lengths(self, plan: Plan) -> NDArray[np.uint64]:
+    def lengths(self, plan: BlockPlan) -> NDArray[np.uint64]:
         """Return the bytes of a block in each range, uint64 (R,): the same for every block."""
         return self.table(plan.group_id).length
 
@@ -260,7 +216,7 @@ class ChunkedTokenDatabase:
         except KeyError:
             raise AddressError(f"no memory is registered for KV cache group {group_id}") from None
 
-    def iovecs(self, plan: Plan, out: NDArray[np.uint64] | None = None) -> NDArray[np.uint64]:
+    def iovecs(self, plan: BlockPlan, out: NDArray[np.uint64] | None = None) -> NDArray[np.uint64]:
         """Return (address, length) pairs in payload order, uint64 (m, 2), touching ones merged.
 
         Such an array *is* a C array of `struct iovec` on 64-bit machines; `batches`
@@ -285,13 +241,13 @@ class ChunkedTokenDatabase:
         np.multiply(plan.block_ids[:, None], table.stride, out=pairs[:, :, 0])
         np.add(pairs[:, :, 0], table.base, out=pairs[:, :, 0])
         pairs[:, :, 1] = table.length
-        return _merge_touching(target)
+        return merge_touching(target)
 
-    def chunk_bytes(self, plan: Plan) -> NDArray[np.int64]:
+    def chunk_bytes(self, plan: BlockPlan) -> NDArray[np.int64]:
         """Return the useful bytes of each chunk, int64 (c,)."""
         return np.diff(plan.first_rows) * self.table(plan.group_id).block_bytes
 
-    def split(self, plan: Plan, max_bytes: int) -> Iterator[Plan]:
+    def split(self, plan: BlockPlan, max_bytes: int) -> Iterator[BlockPlan]:
         """Yield views of ``plan`` of at most ``max_bytes`` each, whole chunks, one at least."""
         if max_bytes <= 0:
             raise AddressError(f"max_bytes must be positive, is {max_bytes}")
@@ -305,89 +261,28 @@ class ChunkedTokenDatabase:
             first = end
 
 
-def batches(iovecs: NDArray[np.uint64], limit: int = MAX_IOVECS) -> Iterator[NDArray[np.uint64]]:
-    """Yield views of at most ``limit`` pairs."""
-    for first in range(0, len(iovecs), limit):
-        yield iovecs[first : first + limit]
+def _first_blocks(
+    starts_tokens: range | Sequence[int] | NDArray[np.integer], block: int
+) -> NDArray[np.int64]:
+    """Return the index of the first block of each chunk.
 
-
-def runs(block_ids: NDArray[np.integer]) -> NDArray[np.int64]:
-    """Return (index of the first, count) of every run of ascending adjacent ids, int64 (k, 2)."""
-    n = len(block_ids)
-    if not n:
-        return np.empty((0, 2), dtype=np.int64)
-    breaks = np.flatnonzero(block_ids[1:] != block_ids[:-1] + block_ids.dtype.type(1))
-    out = np.empty((len(breaks) + 1, 2), dtype=np.int64)
-    out[0, 0] = 0
-    out[1:, 0] = breaks + 1
-    out[:-1, 1] = np.diff(out[:, 0])
-    out[-1, 1] = n - out[-1, 0]
-    return out
-
-
-def _to_ids(block_ids: Sequence[int] | NDArray[np.integer]) -> NDArray[np.uint64]:
-    """Turn block ids into a uint64 array.
-
-    `struct.pack` converts a list three times faster than NumPy does, and refuses
-    what is no integer or negative.
+    Raises:
+        AddressError: a start that is negative or inside a block.
     """
-    if isinstance(block_ids, np.ndarray):
-        if block_ids.dtype.kind not in "iu":
-            raise AddressError(f"block ids must be integers, are {block_ids.dtype}")
-        if block_ids.dtype.kind == "i" and len(block_ids) and int(block_ids.min()) < 0:
-            raise AddressError(f"block id {int(block_ids.min())} is negative")
-        return block_ids.astype(np.uint64)
-    try:
-        packed = struct.pack(f"{len(block_ids)}Q", *block_ids)
-    except struct.error as error:
-        raise AddressError(f"block ids must be integers of 0 or more: {error}") from None
-    return np.frombuffer(packed, dtype=np.uint64)
-
-
-def _check_ids(ids: NDArray[np.uint64], num_blocks: int) -> None:
-    if not len(ids):
-        return
-    # One pass: 0 (the null block, never read or written) wraps round to the largest.
-    worst = int((ids - np.uint64(1)).max())
-    if worst >= num_blocks - 1:
-        bad = int(ids.min()) if int(ids.min()) == 0 else int(ids.max())
-        raise AddressError(f"block id {bad} is outside 1 .. {num_blocks - 1}")
-
-
-def _check_spans(
-    starts: NDArray[np.int64], spans: NDArray[np.int64], block: int, unit: int
-) -> None:
-    if starts.ndim != 1 or spans.ndim > 1 or (spans.ndim == 1 and len(spans) != len(starts)):
-        raise AddressError("starts and spans must be rows of equal length")
-    if not len(starts):
-        return
-    if int(starts.min()) < 0 or (starts % block).any():
+    if isinstance(starts_tokens, range):
+        start, stop, step = starts_tokens.start, starts_tokens.stop, starts_tokens.step
+        if start < 0 or step < 0 or start % block or step % block:
+            raise AddressError(f"chunk starts {starts_tokens} are no multiples of {block} tokens")
+        return np.arange(start // block, -(-stop // block), step // block, dtype=np.int64)
+    starts = np.array(starts_tokens, dtype=np.int64)
+    if starts.ndim != 1:
+        raise AddressError(f"starts must be one row, are {starts.shape}")
+    firsts = starts // block
+    if len(starts) and (np.minimum.reduce(starts) < 0 or (firsts * block != starts).any()):
         raise AddressError(f"chunk starts must be multiples of the block of {block} tokens")
+    return firsts
+
+
+def _check_spans(spans: NDArray[np.int64], unit: int) -> None:
     if int(spans.min()) <= 0 or (spans % unit).any():
         raise AddressError(f"chunk spans must be positive multiples of {unit} tokens")
-
-
-def _first_rows(counts: NDArray[np.int64]) -> NDArray[np.int64]:
-    out = np.zeros(len(counts) + 1, dtype=np.int64)
-    np.cumsum(counts, out=out[1:])
-    return out
-
-
-def _ragged_ranges(firsts: NDArray[np.int64], counts: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Return the concatenation of ranges [first, first + count), int64."""
-    ends = np.cumsum(counts)
-    total = int(ends[-1]) if len(ends) else 0
-    return np.repeat(firsts - (ends - counts), counts) + np.arange(total, dtype=np.int64)
-
-
-def _merge_touching(pairs: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    """Merge pairs that touch, in place; return the shorter view."""
-    touch = pairs[1:, 0] == pairs[:-1, 0] + pairs[:-1, 1]
-    if not touch.any():
-        return pairs
-    heads = np.concatenate(([0], np.flatnonzero(~touch) + 1))
-    lengths = np.add.reduceat(pairs[:, 1], heads)
-    count = len(heads)
-    pairs[:count, 0] = pairs[heads, 0]
-    pairs[:count, 1] = lengths
-    return pairs[:count]

@@ -1,0 +1,162 @@
+"""Blocks of chunks as arrays, and the small array tools around them.
+
+Pure computation on NumPy arrays; nothing here knows addresses.
+"""
+
+from __future__ import annotations
+
+import struct
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from ..storage.errors import AddressError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from numpy.typing import NDArray
+
+MAX_IOVECS = 1024  # Linux IOV_MAX: what one preadv or pwritev takes
+
+_ONE = np.uint64(1)
+
+
+@dataclass(frozen=True, slots=True)
+class BlockPlan:
+    """Blocks of one group, chunk after chunk, in payload order.
+
+    The arrays belong to the plan and are not written to after it is made.
+
+    Attributes:
+        group_id: the engine's id of the group.
+        block_ids: ids of all blocks, uint64 (n,).
+        starts_tokens: first token of each chunk, int64 (c,).
+        spans_tokens: tokens of each chunk, int64 (c,).
+        first_rows: index into `block_ids` of each chunk's first block, and n at
+            the end, int64 (c + 1,).
+    """
+
+    group_id: int
+    block_ids: NDArray[np.uint64]
+    starts_tokens: NDArray[np.int64]
+    spans_tokens: NDArray[np.int64]
+    first_rows: NDArray[np.int64]
+
+    @property
+    def n_chunks(self) -> int:
+        """Chunks (c)."""
+        return len(self.starts_tokens)
+
+    @property
+    def n_blocks(self) -> int:
+        """Blocks of all chunks together (n)."""
+        return len(self.block_ids)
+
+    def select(self, chunks: NDArray[np.bool_] | NDArray[np.integer] | Sequence[int]) -> BlockPlan:
+        """Return a plan of these chunks (a mask, or indices in the order wanted); a copy."""
+        picked = np.asarray(chunks)
+        index = np.flatnonzero(picked) if picked.dtype == np.bool_ else picked.astype(np.int64)
+        counts = np.diff(self.first_rows)[index]
+        rows = ragged_ranges(self.first_rows[:-1][index], counts)
+        return BlockPlan(
+            self.group_id,
+            self.block_ids[rows],
+            self.starts_tokens[index],
+            self.spans_tokens[index],
+            first_rows(counts),
+        )
+
+    def slice(self, first_chunk: int, end_chunk: int) -> BlockPlan:
+        """Return chunks [first_chunk, end_chunk) as views of this plan's arrays."""
+        rows = self.first_rows[first_chunk : end_chunk + 1]
+        low, high = (int(rows[0]), int(rows[-1])) if len(rows) else (0, 0)
+        return BlockPlan(
+            self.group_id,
+            self.block_ids[low:high],
+            self.starts_tokens[first_chunk:end_chunk],
+            self.spans_tokens[first_chunk:end_chunk],
+            rows - low if low else rows,
+        )
+
+
+def batches(iovecs: NDArray[np.uint64], limit: int = MAX_IOVECS) -> Iterator[NDArray[np.uint64]]:
+    """Yield views of at most ``limit`` (address, length) pairs."""
+    for first in range(0, len(iovecs), limit):
+        yield iovecs[first : first + limit]
+
+
+def runs(block_ids: NDArray[np.integer]) -> NDArray[np.int64]:
+    """Return (index of the first, count) of every run of ascending adjacent ids, int64 (k, 2)."""
+    n = len(block_ids)
+    if not n:
+        return np.empty((0, 2), dtype=np.int64)
+    breaks = np.flatnonzero(block_ids[1:] != block_ids[:-1] + block_ids.dtype.type(1))
+    out = np.empty((len(breaks) + 1, 2), dtype=np.int64)
+    out[0, 0] = 0
+    out[1:, 0] = breaks + 1
+    out[:-1, 1] = np.diff(out[:, 0])
+    out[-1, 1] = n - out[-1, 0]
+    return out
+
+
+def to_ids(block_ids: Sequence[int] | NDArray[np.integer]) -> NDArray[np.uint64]:
+    """Turn block ids into a uint64 array.
+
+    `struct.pack` converts a list three times faster than NumPy does, and refuses
+    what is no integer or negative.
+
+    Raises:
+        AddressError: not integers, or negative.
+    """
+    if isinstance(block_ids, np.ndarray):
+        if block_ids.dtype.kind not in "iu":
+            raise AddressError(f"block ids must be integers, are {block_ids.dtype}")
+        if block_ids.dtype.kind == "i" and len(block_ids) and int(block_ids.min()) < 0:
+            raise AddressError(f"block id {int(block_ids.min())} is negative")
+        return block_ids.astype(np.uint64)
+    try:
+        packed = struct.pack(f"{len(block_ids)}Q", *block_ids)
+    except struct.error as error:
+        raise AddressError(f"block ids must be integers of 0 or more: {error}") from None
+    return np.frombuffer(packed, dtype=np.uint64)
+
+
+def check_ids(ids: NDArray[np.uint64], num_blocks: int) -> None:
+    """Refuse ids outside 1 .. num_blocks - 1: block 0 is never read from or written to.
+
+    Raises:
+        AddressError: names an id that is outside.
+    """
+    # One pass: 0 wraps round to the largest number.
+    if len(ids) and np.maximum.reduce(ids - _ONE) >= num_blocks - 1:
+        bad = ids[(ids < 1) | (ids >= num_blocks)][0]
+        raise AddressError(f"block id {int(bad)} is outside 1 .. {num_blocks - 1}")
+
+
+def first_rows(counts: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Return where each chunk begins when chunk i has ``counts[i]`` blocks, int64 (c + 1,)."""
+    out = np.zeros(len(counts) + 1, dtype=np.int64)
+    np.cumsum(counts, out=out[1:])
+    return out
+
+
+def ragged_ranges(firsts: NDArray[np.int64], counts: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Return the concatenation of ranges [first, first + count), int64."""
+    ends = np.cumsum(counts)
+    total = int(ends[-1]) if len(ends) else 0
+    return np.repeat(firsts - (ends - counts), counts) + np.arange(total, dtype=np.int64)
+
+
+def merge_touching(pairs: NDArray[np.uint64]) -> NDArray[np.uint64]:
+    """Merge (address, length) pairs that touch, in place; return the shorter view."""
+    apart = pairs[1:, 0] != pairs[:-1, 0] + pairs[:-1, 1]
+    if apart.all():
+        return pairs
+    heads = np.concatenate((np.zeros(1, dtype=np.int64), np.flatnonzero(apart) + 1))
+    lengths = np.add.reduceat(pairs[:, 1], heads)
+    count = len(heads)
+    pairs[:count, 0] = pairs[heads, 0]
+    pairs[:count, 1] = lengths
+    return pairs[:count]
