@@ -72,9 +72,9 @@ def _cgroup_limits(proc: str, cgroups: str) -> list[int]:
             continue
         _, controllers, path = parts
         if controllers == "":
-            roots, name = (cgroups, f"{cgroups}/unified"), "memory.max"
+            roots, name = [cgroups, f"{cgroups}/unified"], "memory.max"
         elif "memory" in controllers.split(","):
-            roots, name = (f"{cgroups}/memory",), "memory.limit_in_bytes"
+            roots, name = [f"{cgroups}/memory"], "memory.limit_in_bytes"
         else:
             continue
         for root in roots:

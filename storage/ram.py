@@ -9,6 +9,7 @@ business; the arena only knows addresses.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import errno
 import logging
@@ -173,10 +174,8 @@ class Arena:
             self._bases[:] = 0
             maps, self._maps = self._maps, []
         for mapping in maps:
-            try:
+            with contextlib.suppress(BufferError):  # a view is still held; unmapped when it dies
                 mapping.close()
-            except BufferError:  # a caller still holds a view; unmapped when that dies
-                _LOG.debug("arena closed while a view of it is held")
 
     def _grow(self) -> None:
         try:

@@ -1,0 +1,476 @@
+"""The disk tier: one file per chunk and rank in a directory that engines share.
+
+What a record's file is, `disk_file` says; where it lies, `disk_layout`; how
+the capacity holds for all engines together, `disk_usage` and `disk_evict`; how
+they hear of each other, `disk_journal` and `disk_keeper`.
+
+Nothing is synced to the disk: a power failure may lose the newest records, and
+one that it tears fails its checks. A killed process loses nothing that `put`
+returned for.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import stat
+import threading
+import time
+from typing import TYPE_CHECKING, Any
+
+from . import codec as codecs
+from .disk_evict import Evictor
+from .disk_file import RecordIO, file_bytes, unavailable, write_error
+from .disk_index import Index
+from .disk_journal import JournalWriter
+from .disk_keeper import Keeper
+from .disk_layout import (
+    FILE_MODE,
+    NAMESPACE_FILE,
+    RECORD_SUFFIX,
+    TMP_FOLDER,
+    TMP_SUFFIX,
+    iter_record_files,
+    make_folders,
+    pack_namespace,
+    rank_folder,
+    record_path,
+)
+from .disk_usage import Owner, Usage, UsageUnknown
+from .errors import RecordMissing, TierRefused, TierUnavailable
+from .key import NAMESPACE_BYTES, key_name
+from .record import DISK_HEADER_BYTES, CodecId, Header, payload_checksum
+from .tier import (
+    ALIGN_BYTES,
+    PutResult,
+    RecordInfo,
+    Tier,
+    TierCapabilities,
+    TierChanges,
+    TierStat,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+
+    from .disk_layout import RecordFile
+    from .tier import Buffers, RecordSpec
+
+_RECOUNT_TIMEOUT_S = 5.0
+_CLOSE_TIMEOUT_S = 5.0
+_TOKEN_AGE_S = 200e-6  # see _used_at
+_NO_LINKS = frozenset({errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK})
+_FULL = frozenset({errno.ENOSPC, errno.EDQUOT})
+
+
+class DiskTier(Tier):
+    """Records of one namespace and rank in a directory.
+
+    The constructor returns at once and does not fail when the directory does not work: calls
+    raise until it does. A background thread builds the index; until it is complete, `get` finds
+    everything that is there and `contains_many` looks at the files.
+    """
+
+    name = "disk"
+    capabilities = TierCapabilities(persistent=True, shared=True, evicts=True)
+
+    def __init__(
+        self,
+        root: str,
+        namespace: bytes,
+        rank: int,
+        capacity_bytes: int,
+        *,
+        codec: str = "raw",
+        item_bytes: int = 2,
+        description: Mapping[str, Any] | None = None,
+        clock: Callable[[], float] = time.time,
+        direct: str = "auto",
+        poll_s: float = 1.0,
+    ) -> None:
+        """Open a store.
+
+        Args:
+            root: its directory; created when missing.
+            namespace: 16 bytes.
+            rank: whose records.
+            capacity_bytes: of the whole root, all namespaces, ranks and engines together.
+            codec: raw, lz4 or zstd.
+            item_bytes: bytes of one KV value: 1, 2 or 4.
+            description: plain-text fields of the namespace, kept next to the records.
+            clock: Unix time in seconds.
+            direct: "auto" uses O_DIRECT where the file system has it, "never" the page cache.
+            poll_s: how often others' changes are looked for.
+
+        Raises:
+            ConfigError: no such codec.
+        """
+        assert len(namespace) == NAMESPACE_BYTES
+        self._codec = codecs.codec_of(codec)
+        self._root = os.path.abspath(root)
+        self._namespace = namespace
+        self._rank = rank
+        self._capacity_bytes = capacity_bytes
+        self._item_bytes = item_bytes
+        self._description = dict(description or {})
+        self._clock = clock
+        self._folder = rank_folder(self._root, namespace, rank)
+        self._io = RecordIO(direct=direct != "never")
+        self._index = Index()
+        self._owner = Owner(self._root)
+        self._usage = Usage(self._root, self._owner)
+        self._journal = JournalWriter(self._folder)
+        self._keeper = Keeper(
+            self._root, self._folder, self._index, self._usage, self._owner, clock
+        )
+        self._evictor = Evictor(
+            self._root,
+            self._folder,
+            self._usage,
+            self._index,
+            self._journal,
+            self._keeper.walk,
+            clock,
+        )
+        self._keeper.evictor = self._evictor
+        self._closed = False
+        self._quarantined = 0
+        self._lock = threading.Lock()
+        with contextlib.suppress(OSError):
+            self._describe()
+        self._keeper.start(capacity_bytes, poll_s)
+
+    # ---- records
+
+    def put(self, spec: RecordSpec, payload: Buffers, *, replace: bool = False) -> PutResult:
+        """Store a record; see `Tier.put`."""
+        path = record_path(self._folder, spec.key)
+        if not replace and self._looks_intact(path, spec):
+            self._keeper.look(spec.key)
+            return PutResult.EXISTS
+        encoded = codecs.encode(self._codec, self._item_bytes, payload)
+        now_s = self._clock()
+        header = Header(
+            namespace=self._namespace,
+            key=spec.key,
+            rank=self._rank,
+            start_tokens=spec.start_tokens,
+            end_tokens=spec.end_tokens,
+            codec=encoded.codec,
+            item_bytes=self._item_bytes if encoded.codec is not CodecId.RAW else 1,
+            raw_bytes=spec.raw_bytes,
+            stored_bytes=encoded.stored_bytes,
+            payload_checksum=payload_checksum(encoded.parts),
+            created_us=max(0, int(now_s * 1e6)),
+        ).pack()
+        total = file_bytes(encoded.stored_bytes)
+        used_at_s = _used_at(now_s, spec)
+        try:
+            try:
+                stored = self._store(path, header, encoded.parts, total, used_at_s, replace)
+            except OSError as error:
+                if error.errno not in _FULL:
+                    raise
+                # The disk is full although the cap is not reached: other things lie there too.
+                self._make_room(total, at_least=total)
+                stored = self._store(path, header, encoded.parts, total, used_at_s, replace)
+        except OSError as error:
+            raise write_error(error, f"cannot write below {self._root}") from None
+        if not stored:
+            self._keeper.look(spec.key)
+            return PutResult.EXISTS
+        self._index.add(spec.key, total, used_at_s, fresh=True)
+        self._journal.append(spec.key)
+        return PutResult.STORED
+
+    def _looks_intact(self, path: str, spec: RecordSpec) -> bool:
+        try:
+            status = os.lstat(path)
+        except OSError:
+            return False
+        return (
+            stat.S_ISREG(status.st_mode)
+            and status.st_size % ALIGN_BYTES == 0
+            and DISK_HEADER_BYTES < status.st_size <= file_bytes(spec.raw_bytes)
+        )
+
+    def _store(
+        self,
+        path: str,
+        header: bytes,
+        parts: Sequence[bytes | memoryview],
+        total: int,
+        used_at_s: float,
+        replace: bool,
+    ) -> bool:
+        """Reserve, write and publish a file; False when another one was there first.
+
+        Raises:
+            OSError, TierRefused, TierUnavailable: nothing is left behind.
+        """
+        self._reserve(total)
+        done = False
+        tmp = ""
+        try:
+            tmp = f"{self._folder}/{TMP_FOLDER}/{self._owner.tmp_name()}{TMP_SUFFIX}"
+            try:
+                self._io.write(tmp, header, parts, used_at_s)
+            except FileNotFoundError:
+                make_folders(os.path.dirname(tmp))
+                self._describe()
+                self._io.write(tmp, header, parts, used_at_s)
+            done = self._publish(tmp, path, replace)
+        finally:
+            if tmp:
+                with contextlib.suppress(OSError):
+                    os.unlink(tmp)
+            (self._usage.commit if done else self._usage.cancel)(total)
+        return done
+
+    def _publish(self, tmp: str, path: str, replace: bool) -> bool:
+        """Give a complete file its name; False when an intact one has it and may keep it.
+
+        Linked, not renamed: so nobody replaces a file unseen, and who removes one takes it off
+        the counter.
+        """
+        for _ in range(8):
+            with contextlib.suppress(FileExistsError):
+                _link(tmp, path)
+                return True
+            if not replace and _same_length(tmp, path):
+                return False
+            self._remove(path)
+        raise OSError(errno.EAGAIN, "others keep writing the same record")
+
+    def _reserve(self, total: int) -> None:
+        """Reserve room below the capacity, evicting what is oldest.
+
+        Raises:
+            TierRefused: there is none.
+            OSError.
+        """
+        if total > self._capacity_bytes:
+            raise TierRefused(
+                f"a record of {total} bytes is larger than the disk tier's"
+                f" capacity of {self._capacity_bytes}"
+            )
+        deadline_s = time.monotonic() + _RECOUNT_TIMEOUT_S
+        while True:
+            try:
+                if self._usage.reserve(total, self._capacity_bytes) == 0:
+                    return
+                if self._keeper.walked.wait(max(0.0, deadline_s - time.monotonic())):
+                    self._make_room(total)
+            except UsageUnknown:
+                self._keeper.want_walk()
+                time.sleep(0.005)
+            except TierUnavailable as error:
+                raise TierRefused(str(error)) from None
+            if time.monotonic() > deadline_s:
+                raise TierRefused(f"no room below {self._root}: others fill it as fast")
+
+    def _make_room(self, total: int, at_least: int = 0) -> None:
+        try:
+            if not self._evictor.make_room(total, self._capacity_bytes, at_least=at_least):
+                raise TierRefused(f"nothing left to evict below {self._root} for {total} bytes")
+        except UsageUnknown:
+            self._keeper.want_walk()
+
+    def get(self, spec: RecordSpec, into: Buffers) -> int:
+        """Read, verify and decode a record; see `Tier.get`."""
+        path = record_path(self._folder, spec.key)
+        seen = self._index.get(spec.key)
+        try:
+            count = self._io.read(path, spec, self._namespace, self._rank, into)
+        except RecordMissing:
+            if seen is not None:
+                self._index.discard(spec.key, seen)
+            raise
+        if seen is None:
+            self._keeper.look(spec.key)
+        self._index.touch([spec.key], self._clock())
+        return count
+
+    def contains_many(self, keys: Sequence[bytes]) -> list[bool]:
+        """Return which keys have a record: the index knows, or the directory is asked."""
+        known = self._index.contains_many(keys)
+        return [there or self._keeper.look(key) for there, key in zip(known, keys, strict=True)]
+
+    def delete(self, keys: Iterable[bytes]) -> int:
+        """Delete records; return how many were there.
+
+        Raises:
+            TierUnavailable: one could not be deleted.
+        """
+        count = 0
+        for key in keys:
+            try:
+                there = self._remove(record_path(self._folder, key))
+            except OSError as error:
+                raise unavailable(error, f"cannot delete {key_name(key)}") from None
+            self._index.discard(key)
+            if there:
+                count += 1
+                self._journal.append(key)
+        return count
+
+    def _remove(self, path: str) -> bool:
+        """Unlink whatever lies at a record's place and take it off the counter."""
+        try:
+            status = os.lstat(path)
+            if not stat.S_ISREG(status.st_mode):
+                self._evictor.quarantine(path, "", None)
+                return True
+            os.unlink(path)
+        except (FileNotFoundError, NotADirectoryError):
+            return False
+        self._usage.removed(status.st_size)
+        return True
+
+    def quarantine(self, key: bytes, reason: str) -> None:
+        """Move a damaged record out of sight, among the few that are kept to be looked at.
+
+        Raises:
+            TierUnavailable: it is still there.
+        """
+        path = record_path(self._folder, key)
+        seen = self._index.get(key)
+        word = "".join(letter for letter in reason if letter.isalnum() or letter == "_")[:32]
+        with self._lock:
+            self._quarantined += 1
+            number = self._quarantined
+        name = (
+            f"{self._namespace.hex()}-r{self._rank}-{key_name(key)}"
+            f".{word or 'damaged'}.{os.getpid()}-{number}{RECORD_SUFFIX}"
+        )
+        try:
+            _clear_way(path)
+            self._evictor.quarantine(path, name, seen.file_bytes if seen else None)
+            self._evictor.trim_quarantine(self._capacity_bytes)
+        except OSError as error:
+            raise unavailable(error, f"cannot remove {key_name(key)}") from None
+        finally:
+            self._keeper.look(key)
+        self._journal.append(key)
+
+    # ---- what is known
+
+    def scan(self) -> Iterator[RecordInfo]:
+        """Yield this rank's records as the directory has them now."""
+        for file in iter_record_files(self._root, self._namespace, self._rank):
+            yield RecordInfo(file.key, file.file_bytes, file.used_at_s)
+
+    def touch(self, keys: Iterable[bytes]) -> None:
+        """Mark records as used, the last given the most recent; files follow within seconds."""
+        self._index.touch(keys, self._clock())
+
+    def changes(self) -> TierChanges:
+        """Return what came and went; see `Tier.changes`."""
+        return self._index.changes()
+
+    def stat(self) -> TierStat:
+        """Return this rank's residency and the capacity of the whole root."""
+        return TierStat(len(self._index), self._index.stored_bytes, self._capacity_bytes)
+
+    @property
+    def used_bytes(self) -> int:
+        """Bytes used in the whole root by all engines, as last seen."""
+        return self._usage.last_used_bytes
+
+    def wait_complete(self, timeout_s: float) -> bool:
+        """Block until the first index is built; return whether it is."""
+        return self._keeper.walked.wait(timeout_s)
+
+    def clear(self) -> None:
+        """Delete every record of this namespace and rank; see `Tier.clear`."""
+        problems = [
+            problem
+            for file in iter_record_files(self._root, self._namespace, self._rank)
+            if (problem := self._cleared(file)) is not None
+        ]
+        self._journal.append_all()
+        self._keeper.want_walk()
+        if problems:
+            raise TierUnavailable(f"{len(problems)} records could not be deleted: {problems[0]}")
+
+    def _cleared(self, file: RecordFile) -> str | None:
+        try:
+            self._remove(file.path)
+        except OSError as error:
+            return str(error)
+        self._index.discard(file.key)
+        return None
+
+    def close(self) -> None:
+        """Stop the thread and give everything back. Idempotent; waits a few seconds at most."""
+        with self._lock:
+            if self._closed:
+                return
+            self._closed = True
+        self._keeper.close(_CLOSE_TIMEOUT_S)
+        self._owner.close()
+        self._journal.close()
+        self._evictor.close()
+        self._usage.close()
+
+    def _describe(self) -> None:
+        """Write the namespace's description where there is none.
+
+        Raises:
+            OSError.
+        """
+        path = f"{self._root}/{self._namespace.hex()}/{NAMESPACE_FILE}"
+        if os.path.lexists(path):
+            return
+        make_folders(f"{self._folder}/{TMP_FOLDER}")
+        tmp = f"{self._folder}/{TMP_FOLDER}/{self._owner.tmp_name()}{TMP_SUFFIX}"
+        fd = os.open(tmp, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, FILE_MODE)
+        try:
+            os.write(fd, pack_namespace(self._namespace, self._description))
+        finally:
+            os.close(fd)
+        os.rename(tmp, path)
+
+
+def _used_at(now_s: float, spec: RecordSpec) -> float:
+    """Return the last use that a new record starts with.
+
+    The later a chunk lies in its prefix, the older it looks, so that a prefix loses its tail
+    before its head although the head was written first. A chunk of 256 tokens takes some
+    10 to 50 ms to write: this ages it by as much.
+    """
+    return now_s - spec.start_tokens * _TOKEN_AGE_S
+
+
+def _link(tmp: str, path: str) -> None:
+    """Link a file to its final name, making the folders on the way.
+
+    Raises:
+        OSError: FileExistsError when something lies there.
+    """
+    try:
+        os.link(tmp, path)
+    except (FileNotFoundError, NotADirectoryError):
+        _clear_way(path)
+        make_folders(os.path.dirname(path))
+        os.link(tmp, path)
+    except OSError as error:
+        if error.errno not in _NO_LINKS:
+            raise
+        os.rename(tmp, path)  # what it replaces stays counted until the next walk
+
+
+def _clear_way(path: str) -> None:
+    """Remove what stands where a folder on the way to a record should be."""
+    for folder in (os.path.dirname(os.path.dirname(path)), os.path.dirname(path)):
+        if os.path.lexists(folder) and not os.path.isdir(folder):
+            os.unlink(folder)
+
+
+def _same_length(tmp: str, path: str) -> bool:
+    try:
+        there = os.lstat(path)
+        return stat.S_ISREG(there.st_mode) and there.st_size == os.lstat(tmp).st_size
+    except OSError:
+        return False

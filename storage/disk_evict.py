@@ -1,0 +1,287 @@
+"""Making room in a store that several engines share.
+
+The cap is of the whole root, so victims come from all namespaces and ranks,
+the least recently used first. One process evicts at a time. Its own records it
+knows from the index; those of other namespaces and ranks from the last walk of
+the directory, which keeps the oldest few thousand of them. Before a file goes,
+its modification time is looked at once more: another engine may have used it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import heapq
+import os
+import stat
+from typing import TYPE_CHECKING
+
+from .disk_journal import JournalWriter
+from .disk_layout import CONTROL, QUARANTINE, iter_quarantine, rank_folder, record_path
+from .disk_usage import LockedFile
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable
+
+    from .disk_index import Index
+    from .disk_layout import RecordFile
+    from .disk_usage import Usage
+
+_KEEP_OTHERS = 4096
+_MTIME_SLACK_S = 0.001  # rounding of times on their way through a file system
+_MAX_QUARANTINED = 32
+_QUARANTINE_SHARE = 16  # of the capacity, at most one part in this
+_STALE_S = 60.0
+
+
+class OldestOthers:
+    """The least recently used records of other namespaces and ranks, from one walk."""
+
+    def __init__(self) -> None:
+        """Know nothing: a walk is needed before anything is evicted."""
+        self._heap: list[tuple[float, str, RecordFile]] = []
+        self.all_kept = False
+        self.walked_at_s = float("-inf")
+
+    def replace(self, files: Iterable[RecordFile], now_s: float) -> None:
+        """Keep the oldest of ``files``; they are consumed one by one."""
+        kept: list[tuple[float, str, RecordFile]] = []
+        all_kept = True
+        for file in files:
+            item = (-file.used_at_s, file.path, file)  # a heap with the newest on top
+            if len(kept) < _KEEP_OTHERS:
+                heapq.heappush(kept, item)
+            else:
+                all_kept = False
+                heapq.heappushpop(kept, item)
+        heap = [(file.used_at_s, path, file) for _, path, file in kept]
+        heapq.heapify(heap)
+        self._heap, self.all_kept, self.walked_at_s = heap, all_kept, now_s
+
+    def oldest(self) -> RecordFile | None:
+        """Return the oldest that is left."""
+        return self._heap[0][2] if self._heap else None
+
+    def pop(self) -> None:
+        """Drop the oldest."""
+        heapq.heappop(self._heap)
+
+    def used_later(self, used_at_s: float) -> None:
+        """Put the oldest back with the newer time that its file says."""
+        _, path, file = self._heap[0]
+        heapq.heapreplace(self._heap, (used_at_s, path, file))
+
+    def oldest_used_at_s(self) -> float:
+        """Return the last use of the oldest."""
+        return self._heap[0][0]
+
+
+class Evictor:
+    """Removes least recently used records of a whole root. Thread-safe, blocking."""
+
+    def __init__(
+        self,
+        root: str,
+        folder: str,
+        usage: Usage,
+        index: Index,
+        journal: JournalWriter,
+        walk: Callable[[], None],
+        clock: Callable[[], float],
+    ) -> None:
+        """Know where to look.
+
+        Args:
+            root: the store.
+            folder: the rank's folder that ``index`` is about.
+            usage: the shared counter.
+            index: own records.
+            journal: of ``folder``.
+            walk: walks the root now, refreshing ``others``.
+            clock: Unix time.
+        """
+        self._root = root
+        self._folder = folder
+        self._usage = usage
+        self._index = index
+        self._journal = journal
+        self._walk = walk
+        self._clock = clock
+        self._lock = LockedFile(f"{root}/{CONTROL}/evict.lock")
+        self._journals: dict[str, JournalWriter] = {}
+        self.others = OldestOthers()
+
+    def make_room(self, file_bytes: int, capacity_bytes: int, *, at_least: int = 0) -> bool:
+        """Evict until ``file_bytes`` fit below the capacity; False when nothing is left to evict.
+
+        Also evicts ``at_least`` bytes whatever the counter says (a full disk).
+        Waits for another evictor, a bounded time.
+
+        Raises:
+            UsageUnknown, TierUnavailable, OSError.
+        """
+        with self._lock.locked():
+            freed = 0
+            # A little more than asked, so that not every put becomes an evictor.
+            slack = min(capacity_bytes // 64, 8 * file_bytes)
+            used = self._usage.used_bytes()
+            if used + file_bytes <= capacity_bytes and not at_least:
+                return True  # another one made room while we waited
+            while used + file_bytes + slack > capacity_bytes or freed < at_least:
+                gone = self._drop_quarantined() or self._drop_oldest()
+                if gone is None:
+                    break
+                freed += gone
+                used = self._usage.used_bytes()
+            return used + file_bytes <= capacity_bytes and freed >= at_least
+
+    def _drop_quarantined(self) -> int:
+        """Unlink the oldest in quarantine; 0 when it is empty."""
+        files = sorted(iter_quarantine(self._root), key=lambda file: file[2])
+        return self._unlink(files[0][0], files[0][1]) if files else 0
+
+    def trim_quarantine(self, capacity_bytes: int) -> None:
+        """Keep the quarantine small: the oldest go.
+
+        Raises:
+            TierUnavailable, OSError.
+        """
+        files = sorted(iter_quarantine(self._root), key=lambda file: file[2])
+        held = sum(file[1] for file in files)
+        for path, file_bytes, _ in files:
+            if len(files) <= _MAX_QUARANTINED and held <= capacity_bytes // _QUARANTINE_SHARE:
+                return
+            files = files[1:]
+            held -= file_bytes
+            self._unlink(path, file_bytes)
+
+    def _drop_oldest(self) -> int | None:
+        """Evict one record, or learn that it is not the oldest (0); None when there is none."""
+        own = self._index.oldest()
+        if self._others_needed(own[1].used_at_s if own else None):
+            self._walk()
+            own = self._index.oldest()
+        other = self.others.oldest()
+        if other is not None and (own is None or self.others.oldest_used_at_s() < own[1].used_at_s):
+            return self._drop_other(other)
+        if own is None:
+            return None
+        return self._drop_own(own[0], own[1].used_at_s)
+
+    def _others_needed(self, own_oldest_s: float | None) -> bool:
+        """Whether what is known of the others cannot tell who is the oldest."""
+        others, now_s = self.others, self._clock()
+        if others.walked_at_s == float("-inf"):
+            return True
+        if others.oldest() is not None:
+            return False
+        if not others.all_kept:
+            return True
+        stale = now_s - others.walked_at_s > _STALE_S
+        return stale and (own_oldest_s is None or own_oldest_s > others.walked_at_s)
+
+    def _drop_own(self, key: bytes, known_s: float) -> int:
+        path = record_path(self._folder, key)
+        status = _look(path)
+        if status is None:
+            self._index.discard(key)
+            return 0
+        if status.st_mtime > known_s + _MTIME_SLACK_S:
+            self._index.used_later(key, status.st_mtime)
+            return 0
+        freed = self._unlink(path, _length(status))
+        self._index.discard(key)
+        self._journal.append(key)
+        return freed
+
+    def _drop_other(self, file: RecordFile) -> int:
+        status = _look(file.path)
+        if status is not None and status.st_mtime > self.others.oldest_used_at_s() + _MTIME_SLACK_S:
+            self.others.used_later(status.st_mtime)
+            return 0
+        self.others.pop()
+        if status is None:
+            return 0
+        freed = self._unlink(file.path, _length(status))
+        self._journal_of(rank_folder(self._root, file.namespace, file.rank)).append(file.key)
+        return freed
+
+    def _journal_of(self, folder: str) -> JournalWriter:
+        if len(self._journals) >= 64:
+            self._close_journals()
+        return self._journals.setdefault(folder, JournalWriter(folder))
+
+    def _unlink(self, path: str, file_bytes: int) -> int:
+        """Unlink a victim; who unlinked it takes it off the counter. Return the bytes freed."""
+        try:
+            os.unlink(path)
+        except FileNotFoundError:
+            return 0
+        except IsADirectoryError:
+            with contextlib.suppress(OSError):
+                os.rmdir(path)
+                return 0
+            raise
+        self._usage.removed(file_bytes)
+        return file_bytes
+
+    def quarantine(self, path: str, name: str, known_bytes: int | None) -> None:
+        """Move whatever lies at ``path`` out of sight, or remove it.
+
+        Args:
+            path: the damaged record.
+            name: file name in quarantine.
+            known_bytes: what the counter was told of it, or None.
+
+        Raises:
+            TierUnavailable, OSError: it is still there.
+        """
+        status = _look(path)
+        if status is None:
+            return
+        folder = f"{self._root}/{QUARANTINE}"
+        counted = known_bytes if known_bytes is not None else _length(status)
+        if not stat.S_ISREG(status.st_mode) or status.st_size > counted:
+            # Not a record of ours, or grown behind our back: keep no more than was counted.
+            _remove(path)
+            self._usage.removed(counted)
+            return
+        with contextlib.suppress(FileExistsError):
+            os.mkdir(folder, 0o700)
+        os.rename(path, f"{folder}/{name}")
+        if counted > status.st_size:
+            self._usage.removed(counted - status.st_size)
+
+    def _close_journals(self) -> None:
+        for journal in self._journals.values():
+            journal.close()
+        self._journals.clear()
+
+    def close(self) -> None:
+        """Close descriptors. Idempotent."""
+        self._lock.close()
+        self._close_journals()
+
+
+def _look(path: str) -> os.stat_result | None:
+    try:
+        return os.lstat(path)
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+
+
+def _length(status: os.stat_result) -> int:
+    return status.st_size if stat.S_ISREG(status.st_mode) else 0
+
+
+def _remove(path: str) -> None:
+    """Remove a file, a device node, or a folder with all that is in it."""
+    try:
+        os.unlink(path)
+    except (IsADirectoryError, PermissionError):  # Linux says EISDIR, POSIX EPERM
+        for folder, folders, files in os.walk(path, topdown=False):
+            for name in files:
+                os.unlink(f"{folder}/{name}")
+            for name in folders:
+                sub = f"{folder}/{name}"
+                (os.unlink if os.path.islink(sub) else os.rmdir)(sub)
+        os.rmdir(path)
