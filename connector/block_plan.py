@@ -6,7 +6,6 @@ Pure computation on NumPy arrays; nothing here knows addresses.
 from __future__ import annotations
 
 import struct
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -23,46 +22,79 @@ MAX_IOVECS = 1024  # Linux IOV_MAX: what one preadv or pwritev takes
 _ONE = np.uint64(1)
 
 
-@dataclass(frozen=True, slots=True)
 class BlockPlan:
     """Blocks of one group, chunk after chunk, in payload order.
 
-    The arrays belong to the plan and are not written to after it is made.
-
-    Attributes:
-        group_id: the engine's id of the group.
-        block_ids: ids of all blocks, uint64 (n,).
-        starts_tokens: first token of each chunk, int64 (c,).
-        spans_tokens: tokens of each chunk, int64 (c,).
-        first_rows: index into `block_ids` of each chunk's first block, and n at
-            the end, int64 (c + 1,).
+    The arrays belong to the plan and are not written to after it is made. Chunks of
+    one block each at equal distances, the usual case, are kept as numbers and become
+    arrays only when asked for.
     """
 
-    group_id: int
-    block_ids: NDArray[np.uint64]
-    starts_tokens: NDArray[np.int64]
-    spans_tokens: NDArray[np.int64]
-    first_rows: NDArray[np.int64]
+    __slots__ = ("_rows", "_spans", "_starts", "block_ids", "group_id")
+
+    def __init__(
+        self,
+        group_id: int,
+        block_ids: NDArray[np.uint64],
+        starts_tokens: range | NDArray[np.int64],
+        spans_tokens: int | NDArray[np.int64],
+        rows: NDArray[np.int64] | None,
+    ) -> None:
+        """Take what describes the chunks.
+
+        Args:
+            group_id: the engine's id of the group.
+            block_ids: ids of all blocks, uint64 (n,).
+            starts_tokens: first token of each chunk, int64 (c,), or a range.
+            spans_tokens: tokens of each chunk, int64 (c,), or one number for all.
+            rows: see `first_rows`; None: one block a chunk.
+        """
+        self.group_id = group_id
+        self.block_ids = block_ids
+        self._starts = starts_tokens
+        self._spans = spans_tokens
+        self._rows = rows
 
     @property
     def n_chunks(self) -> int:
         """Chunks (c)."""
-        return len(self.starts_tokens)
+        return len(self._starts)
 
     @property
     def n_blocks(self) -> int:
         """Blocks of all chunks together (n)."""
         return len(self.block_ids)
 
+    @property
+    def starts_tokens(self) -> NDArray[np.int64]:
+        """First token of each chunk, int64 (c,)."""
+        if isinstance(self._starts, range):
+            return np.array(self._starts, dtype=np.int64)
+        return self._starts
+
+    @property
+    def spans_tokens(self) -> NDArray[np.int64]:
+        """Tokens of each chunk, int64 (c,)."""
+        if isinstance(self._spans, int):
+            return np.full(self.n_chunks, self._spans, dtype=np.int64)
+        return self._spans
+
+    @property
+    def first_rows(self) -> NDArray[np.int64]:
+        """Index into `block_ids` of each chunk's first block, and n at the end, int64 (c + 1,)."""
+        if self._rows is None:
+            return np.arange(self.n_chunks + 1, dtype=np.int64)
+        return self._rows
+
     def select(self, chunks: NDArray[np.bool_] | NDArray[np.integer] | Sequence[int]) -> BlockPlan:
         """Return a plan of these chunks (a mask, or indices in the order wanted); a copy."""
         picked = np.asarray(chunks)
         index = np.flatnonzero(picked) if picked.dtype == np.bool_ else picked.astype(np.int64)
-        counts = np.diff(self.first_rows)[index]
-        rows = ragged_ranges(self.first_rows[:-1][index], counts)
+        rows = self.first_rows
+        counts = np.diff(rows)[index]
         return BlockPlan(
             self.group_id,
-            self.block_ids[rows],
+            self.block_ids[ragged_ranges(rows[:-1][index], counts)],
             self.starts_tokens[index],
             self.spans_tokens[index],
             first_rows(counts),
@@ -70,14 +102,19 @@ class BlockPlan:
 
     def slice(self, first_chunk: int, end_chunk: int) -> BlockPlan:
         """Return chunks [first_chunk, end_chunk) as views of this plan's arrays."""
-        rows = self.first_rows[first_chunk : end_chunk + 1]
-        low, high = (int(rows[0]), int(rows[-1])) if len(rows) else (0, 0)
+        if self._rows is None:
+            low, high, rows = first_chunk, end_chunk, None
+        else:
+            rows = self._rows[first_chunk : end_chunk + 1]
+            low, high = int(rows[0]), int(rows[-1])
+            rows = rows - low
+        spans = self._spans
         return BlockPlan(
             self.group_id,
             self.block_ids[low:high],
-            self.starts_tokens[first_chunk:end_chunk],
-            self.spans_tokens[first_chunk:end_chunk],
-            rows - low if low else rows,
+            self._starts[first_chunk:end_chunk],
+            spans if isinstance(spans, int) else spans[first_chunk:end_chunk],
+            rows,
         )
 
 

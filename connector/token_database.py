@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from .geometry import Geometry
+    from .geometry import Geometry, GroupGeometry
     from .regions import RegionTable
 
 
@@ -124,33 +124,46 @@ class ChunkedTokenDatabase:
             AddressError: starts or spans that are no whole blocks, chunks past the
                 table, the null block or ids outside the pool.
         """
-        block = self._groups[group_id].block_tokens
+        group = self._groups[group_id]
+        unit = self.geometry.hash_block_tokens
         table = to_ids(block_ids)
-        firsts = _first_blocks(starts_tokens, block)
-        n_chunks = len(firsts)
-        if isinstance(spans_tokens, int):
-            if spans_tokens <= 0 or spans_tokens % self.geometry.hash_block_tokens:
-                raise AddressError(f"span of {spans_tokens} tokens is no whole number of blocks")
-            most = -(-spans_tokens // block)
-            counts = np.full(n_chunks, most, dtype=np.int64)
-            spans = np.full(n_chunks, spans_tokens, dtype=np.int64)
-        else:
-            spans = np.array(spans_tokens, dtype=np.int64)
-            if spans.shape != (n_chunks,):
-                raise AddressError(f"{n_chunks} starts, but spans of shape {spans.shape}")
-            if n_chunks:
-                _check_spans(spans, self.geometry.hash_block_tokens)
-            counts = -(-spans // block)
-            most = int(counts.max()) if n_chunks else 0
-        ends = firsts + counts
-        if n_chunks and np.maximum.reduce(ends) > len(table):
-            raise AddressError(f"chunks reach block {int(ends.max())}, the table has {len(table)}")
-        if most <= 1:
-            ids, rows = table[firsts], np.arange(n_chunks + 1, dtype=np.int64)
-        else:
-            ids, rows = table[ragged_ranges(firsts, counts)], first_rows(counts)
+        if isinstance(starts_tokens, range) and isinstance(spans_tokens, int):
+            return self._plan_even(group, table, starts_tokens, spans_tokens)
+        starts = np.array(starts_tokens, dtype=np.int64)
+        spans = np.array(spans_tokens, dtype=np.int64)
+        if spans.ndim == 0:
+            spans = np.full(len(starts), spans, dtype=np.int64)
+        firsts, counts = _first_blocks_and_counts(starts, spans, group.block_tokens, unit)
+        if len(counts) and int((firsts + counts).max()) > len(table):
+            raise AddressError(
+                f"chunks reach block {int((firsts + counts).max())}, the table has {len(table)}"
+            )
+        ids = table[ragged_ranges(firsts, counts)]
         check_ids(ids, self.geometry.num_blocks)
-        return BlockPlan(group_id, ids, firsts * block, spans, rows)
+        return BlockPlan(group_id, ids, starts, spans, first_rows(counts))
+
+    def _plan_even(
+        self, group: GroupGeometry, table: NDArray[np.uint64], starts: range, span_tokens: int
+    ) -> BlockPlan:
+        """Plan chunks of one length at equal distances, checked as numbers instead of arrays."""
+        block, unit = group.block_tokens, self.geometry.hash_block_tokens
+        if starts.start < 0 or starts.step < 0 or starts.start % block or starts.step % block:
+            raise AddressError(f"chunk starts {starts} are no multiples of {block} tokens")
+        if span_tokens <= 0 or span_tokens % unit:
+            raise AddressError(f"chunk span of {span_tokens} is no multiple of {unit} tokens")
+        n_chunks, n_each = len(starts), -(-span_tokens // block)
+        first, step = starts.start // block, starts.step // block
+        end = first + (n_chunks - 1) * step + n_each if n_chunks else 0
+        if end > len(table):
+            raise AddressError(f"chunks reach block {end}, the table has {len(table)}")
+        if n_each == 1 or not n_chunks:
+            ids, rows = table[first:end:step], None
+        else:
+            steps = np.arange(first, first + n_chunks * step, step, dtype=np.int64)
+            ids = table[(steps[:, None] + np.arange(n_each, dtype=np.int64)).ravel()]
+            rows = np.arange(0, n_chunks * n_each + 1, n_each, dtype=np.int64)
+        check_ids(ids, self.geometry.num_blocks)
+        return BlockPlan(group.group_id, ids, starts, span_tokens, rows)
 
     def plan_blocks(
         self, group_id: int, block_ids: Sequence[int] | NDArray[np.integer]
@@ -165,9 +178,8 @@ class ChunkedTokenDatabase:
         block = self._groups[group_id].block_tokens
         ids = to_ids(block_ids)
         check_ids(ids, self.geometry.num_blocks)
-        rows = np.arange(len(ids) + 1, dtype=np.int64)
-        spans = np.full(len(ids), block, dtype=np.int64)
-        return BlockPlan(group_id, ids, rows[:-1] * block, spans, rows)
+        starts = range(0, len(ids) * block, block)
+        return BlockPlan(group_id, ids, starts, block, None)
 
     # -- addresses ----------------------------------------------------------
 
@@ -261,28 +273,20 @@ class ChunkedTokenDatabase:
             first = end
 
 
-def _first_blocks(
-    starts_tokens: range | Sequence[int] | NDArray[np.integer], block: int
-) -> NDArray[np.int64]:
-    """Return the index of the first block of each chunk.
+def _first_blocks_and_counts(
+    starts: NDArray[np.int64], spans: NDArray[np.int64], block: int, unit: int
+) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Return the index of the first block and the number of blocks of each chunk.
 
     Raises:
-        AddressError: a start that is negative or inside a block.
+        AddressError: a start inside a block, or a span that is no whole number of units.
     """
-    if isinstance(starts_tokens, range):
-        start, stop, step = starts_tokens.start, starts_tokens.stop, starts_tokens.step
-        if start < 0 or step < 0 or start % block or step % block:
-            raise AddressError(f"chunk starts {starts_tokens} are no multiples of {block} tokens")
-        return np.arange(start // block, -(-stop // block), step // block, dtype=np.int64)
-    starts = np.array(starts_tokens, dtype=np.int64)
-    if starts.ndim != 1:
-        raise AddressError(f"starts must be one row, are {starts.shape}")
+    if starts.ndim != 1 or spans.shape != starts.shape:
+        raise AddressError(f"starts {starts.shape} and spans {spans.shape} must be equal rows")
     firsts = starts // block
-    if len(starts) and (np.minimum.reduce(starts) < 0 or (firsts * block != starts).any()):
-        raise AddressError(f"chunk starts must be multiples of the block of {block} tokens")
-    return firsts
-
-
-def _check_spans(spans: NDArray[np.int64], unit: int) -> None:
-    if int(spans.min()) <= 0 or (spans % unit).any():
-        raise AddressError(f"chunk spans must be positive multiples of {unit} tokens")
+    if len(starts):
+        if int(starts.min()) < 0 or (firsts * block != starts).any():
+            raise AddressError(f"chunk starts must be multiples of the block of {block} tokens")
+        if int(spans.min()) <= 0 or (spans % unit).any():
+            raise AddressError(f"chunk spans must be positive multiples of {unit} tokens")
+    return firsts, -(-spans // block)
