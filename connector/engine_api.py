@@ -281,3 +281,48 @@ def finished_normally(request: Any) -> bool:
     """Say whether a request ran to its end, so that all of its accepted tokens' KV is valid."""
     name = getattr(request.status, "name", "")
     return name in {"FINISHED_STOPPED", "FINISHED_LENGTH_CAPPED", "FINISHED_REPETITION"}
+
+
+def check_settings(vllm_config: Any) -> None:
+    """Refuse what would silently replace this connector.
+
+    Raises:
+        GeometryError: vLLM's own offloading is configured beside kvtier.
+    """
+    if getattr(vllm_config.cache_config, "kv_offloading_size", None):
+        raise GeometryError(
+            "--kv-offloading-size is set beside kvtier; vLLM would use its own connector. Drop one"
+        )
+
+
+def transfer_results(finished: set[str], failed: set[str]) -> Any:
+    """Return the engine's envelope for loads that are over."""
+    from vllm.distributed.kv_transfer.kv_connector.v1.base import (  # noqa: PLC0415 (slow)
+        KVConnectorTransferResults,
+    )
+
+    return KVConnectorTransferResults(finished_recving=finished, failed_recving=failed)
+
+
+def hit_sources(hits: Mapping[str, int], num_hits: int) -> Any | None:
+    """Return hits by the engine's kinds of places, adding up to ``num_hits``; None if it has none."""
+    try:
+        from vllm.v1.metrics.stats import CacheHitSource  # noqa: PLC0415 (slow)
+    except ImportError:
+        return None
+    kinds = {"ram": "HOST", "disk": "DISK", "redis": "EXTERNAL"}
+    if sum(hits.values()) != num_hits:
+        return None
+    out: dict[Any, int] = {}
+    for tier, n in hits.items():
+        kind = getattr(CacheHitSource, kinds.get(tier, "EXTERNAL"), None)
+        if kind is None:
+            return None
+        out[kind] = out.get(kind, 0) + n
+    return out
+
+
+def kv_item_bytes(kv_caches: Mapping[str, Any]) -> int:
+    """Return the size of one KV value, for codecs on byte planes."""
+    sizes = [int(tensor.element_size()) for tensor in kv_caches.values()]
+    return max(sizes, default=1) if max(sizes, default=1) in {1, 2, 4} else 1

@@ -17,6 +17,7 @@ class NamespaceInfo:
     """The namespace that records belong to from now on."""
 
     digest: bytes  # 16 bytes
+    generation: int  # raised by each reset of this engine
     description: dict[str, object]
 
 

@@ -77,10 +77,16 @@ class Catalog:
         n_ranks: ranks that must hold a record before it counts.
         retain_in_ram: False when RAM is only a staging area: pages go back as
             soon as the lower tiers have been written.
+        first_page: pages below this one are not the catalog's.
     """
 
     def __init__(
-        self, tiers: Sequence[str], n_ranks: int = 1, *, retain_in_ram: bool = True
+        self,
+        tiers: Sequence[str],
+        n_ranks: int = 1,
+        *,
+        retain_in_ram: bool = True,
+        first_page: int = 0,
     ) -> None:
         self.tiers = tuple(tiers)
         self.retain_in_ram = retain_in_ram
@@ -89,7 +95,8 @@ class Catalog:
         self._all_ranks = (1 << n_ranks) - 1
         self._entries: dict[bytes, Entry] = {}
         self._free: list[int] = []
-        self._n_pages = 0
+        self._first_page = first_page
+        self._end_page = first_page
         # READY and unpinned, by last use; apart, because a load may only push
         # out what a lower tier still holds.
         self._spare: OrderedDict[bytes, Entry] = OrderedDict()
@@ -103,16 +110,16 @@ class Catalog:
 
     # -- size ------------------------------------------------------------
 
-    def add_pages(self, n_pages: int) -> None:
-        """Make pages 0..n_pages-1 usable (the arena has grown to this size)."""
-        if n_pages > self._n_pages:
-            self._free.extend(range(n_pages - 1, self._n_pages - 1, -1))
-            self._n_pages = n_pages
+    def add_pages(self, end_page: int) -> None:
+        """Make all pages below ``end_page`` usable (the arena has grown so far)."""
+        if end_page > self._end_page:
+            self._free.extend(range(end_page - 1, self._end_page - 1, -1))
+            self._end_page = end_page
 
     @property
     def n_pages(self) -> int:
         """Usable RAM pages."""
-        return self._n_pages
+        return self._end_page - self._first_page
 
     @property
     def free_pages(self) -> int:
@@ -122,7 +129,7 @@ class Catalog:
     @property
     def pinned_pages(self) -> int:
         """RAM pages that a job uses now."""
-        return self._n_pages - len(self._free) - self._spare_pages - self._only_pages
+        return self.n_pages - len(self._free) - self._spare_pages - self._only_pages
 
     def resident(self) -> dict[str, int]:
         """Return the number of chunks on each tier, RAM included."""

@@ -50,9 +50,14 @@ class SaveChunk:
 
 @dataclass(frozen=True, slots=True)
 class SaveJob:
-    """Chunks whose device blocks are valid once this step's forward has run."""
+    """Chunks whose device blocks are valid once this step's forward has run.
+
+    ``generation`` is the namespace that the bytes belong to: after a reset, what
+    was computed before may not be written any more.
+    """
 
     job_id: int
+    generation: int
     chunks: tuple[SaveChunk, ...]
 
 
@@ -82,12 +87,18 @@ class LoadChunk:
 
 @dataclass(frozen=True, slots=True)
 class LoadJob:
-    """Everything that one request waits for; chunks in token order."""
+    """Everything that one request waits for; chunks in token order.
+
+    A ``doomed`` job, or one of another ``generation`` of the namespace, is reported
+    as failed at once: what it was promised is gone.
+    """
 
     job_id: int
+    generation: int
     request_id: str
     deadline_s: float  # from the worker's receipt
     chunks: tuple[LoadChunk, ...]
+    doomed: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,6 +127,7 @@ class LoadDone:
     job_id: int
     request_id: str
     statuses: bytes
+    ok: bool
 
 
 @dataclass(frozen=True, slots=True)

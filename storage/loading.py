@@ -22,10 +22,18 @@ class LoadState:
 
     Args:
         emit: takes the events, from whichever thread finishes.
+        after: the mover's fence that device copies wait for.
     """
 
-    def __init__(self, job: LoadJob, deadline_at_s: float, emit: Callable[[Event], None]) -> None:
+    def __init__(
+        self,
+        job: LoadJob,
+        deadline_at_s: float,
+        emit: Callable[[Event], None],
+        after: object = None,
+    ) -> None:
         self.job = job
+        self.after = after
         self.deadline_at_s = deadline_at_s
         self._emit = emit
         self._lock = threading.Lock()
@@ -37,11 +45,21 @@ class LoadState:
         self._first_bad = n  # nothing after a failed chunk is needed
         self._closed_as: ChunkStatus | None = None
         self._done = False
+        self._doomed = False
 
     @property
     def done(self) -> bool:
         """Whether `LoadDone` has been reported."""
         return self._done
+
+    def start(self, *, doomed: bool) -> None:
+        """Report at once a job that has nothing to do, or one that cannot be done."""
+        with self._lock:
+            self._doomed = doomed
+            self._left = 0
+            done = self._take_done()
+        self._report(done)
+        self._emit(LoadRetired(self.job.job_id, bytes(self._filled)))
 
     def wanted(self, index: int) -> bool:
         """Whether reading chunk ``index`` still makes sense."""
@@ -98,7 +116,8 @@ class LoadState:
             for i, status in enumerate(self._statuses):
                 if status == ChunkStatus.NOT_ATTEMPTED:
                     self._statuses[i] = self._closed_as
-        return LoadDone(self.job.job_id, self.job.request_id, bytes(self._statuses))
+        ok = not self._doomed and all(s == ChunkStatus.OK for s in self._statuses)
+        return LoadDone(self.job.job_id, self.job.request_id, bytes(self._statuses), ok)
 
     def _report(self, event: Event | None) -> None:
         if event is not None:

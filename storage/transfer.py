@@ -146,6 +146,7 @@ class Transfer:
         self._mover = mover
         self._clock = clock
         self._links: dict[str, TierLink] = {}
+        self._generation = 0
         self._online: dict[str, bool] = {}
         self._told_complete: set[str] = set()
         self._events: deque[Event] = deque()
@@ -161,17 +162,23 @@ class Transfer:
 
     # -- tiers -----------------------------------------------------------
 
-    def set_tiers(self, tiers: Sequence[Tier]) -> None:
-        """Use these tiers from now on; jobs of tiers that went are failed, their tiers closed."""
-        old, self._links = self._links, {}
+    def set_tiers(self, tiers: Sequence[Tier], generation: int = 0) -> None:
+        """Use these tiers from now on; those in use before are closed in the background.
+
+        Jobs of another ``generation`` load nothing and write nothing from here on.
+        """
+        old = self._links
+        links = {}
         for tier in tiers:
             limits = self.limits.links.get(tier.name, LinkLimits())
-            self._links[tier.name] = TierLink(tier, self.counts, self._clock, limits)
+            links[tier.name] = TierLink(tier, self.counts, self._clock, limits)
             self._online[tier.name] = True
             self._emit(TierNews(tier.name, complete=False, reset=True))
         self._told_complete.clear()
+        self._generation, self._links = generation, links
         for link in old.values():
-            link.close(self._clock() + STOP_S)
+            closing = partial(link.close, self._clock() + STOP_S)
+            threading.Thread(target=closing, name="kvtier-close", daemon=True).start()
 
     @property
     def links(self) -> dict[str, TierLink]:
@@ -180,11 +187,14 @@ class Transfer:
 
     # -- jobs ------------------------------------------------------------
 
-    def submit_load(self, job: LoadJob) -> None:
-        """Start a load. Its events arrive through `take_events`."""
-        state = LoadState(job, self._clock() + job.deadline_s, self._emit)
+    def submit_load(self, job: LoadJob, after: Any = None) -> None:
+        """Start a load into blocks that are free once ``after`` (a fence) has passed."""
+        state = LoadState(job, self._clock() + job.deadline_s, self._emit, after)
         self._loads[job.job_id] = state
-        if not job.chunks or self._closed:
+        if job.doomed or job.generation != self._generation or not job.chunks:
+            state.start(doomed=job.doomed or job.generation != self._generation)
+            return
+        if self._closed:
             self._fail_all(state)
             return
         ram: list[tuple[int, LoadChunk]] = []
@@ -231,7 +241,9 @@ class Transfer:
         begin_s = self._clock()
         if state.begin_copy():
             try:
-                status = self._copy_in([chunk for _, chunk in batch], [c.pages for _, c in batch])
+                status = self._copy_in(
+                    [chunk for _, chunk in batch], [c.pages for _, c in batch], state.after
+                )
             finally:
                 state.end_copy()
         n_bytes = 0
@@ -269,7 +281,7 @@ class Transfer:
                 status = ChunkStatus.CANCELLED
                 return
             try:
-                status = self._copy_in([chunk], [pages])
+                status = self._copy_in([chunk], [pages], state.after)
             finally:
                 state.end_copy()
         finally:
@@ -277,7 +289,9 @@ class Transfer:
                 self._staging.give(slot)
             state.finish(i, status)
 
-    def _copy_in(self, chunks: list[LoadChunk], pages: Sequence[Ids | None]) -> ChunkStatus:
+    def _copy_in(
+        self, chunks: list[LoadChunk], pages: Sequence[Ids | None], after: Any
+    ) -> ChunkStatus:
         by_group: dict[int, tuple[list[Ids], list[Ids]]] = {}
         for chunk, page_ids in zip(chunks, pages, strict=True):
             assert page_ids is not None
@@ -288,7 +302,7 @@ class Transfer:
             wanted.append(page_ids[first : first + n])
         try:
             tickets = [
-                self._mover.load(group, np.concatenate(blocks), np.concatenate(wanted))
+                self._mover.load(group, np.concatenate(blocks), np.concatenate(wanted), after)
                 for group, (blocks, wanted) in by_group.items()
             ]
             for ticket in tickets:
@@ -330,9 +344,12 @@ class Transfer:
 
     def _write_behind(self, state: _SaveState) -> None:
         offered = 0
+        links = self._links
+        if state.job.generation != self._generation:  # checked after `links` was read
+            links = {}
         for i, chunk in enumerate(state.job.chunks):
             for name in chunk.tiers:
-                link = self._links.get(name)
+                link = links.get(name)
                 if link is None or not link.writable:
                     self.counts.add(f"save_dropped_chunks.{name}.tier_off")
                     continue

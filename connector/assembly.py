@@ -1,0 +1,163 @@
+"""Puts the halves together from vLLM's configuration objects."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from ..storage.catalog import Catalog
+from ..storage.errors import ConfigError
+from ..storage.link import LinkLimits
+from ..storage.ram import Arena
+from ..storage.tier import Tier
+from ..storage.transfer import TransferLimits
+from .config import Config
+from .geometry import Geometry
+from .mover import HostMover, Mover
+from .plan import NamespaceInfo
+from .regions import RegionTable, build_region_tables
+from .scheduler import SchedulerHalf, SchedulerOptions
+from .worker import ArenaPlan, WorkerHalf
+
+logger = logging.getLogger("kvtier")
+
+STAGING_SHARE = 4  # of the RAM tier: at most one part in so many is staging
+STAGING_WAIT_S = 60.0
+
+
+def lower_tiers(config: Config) -> tuple[str, ...]:
+    """Return the names of the configured tiers below RAM, fastest first."""
+    return tuple(name for name, on in (("disk", config.disk), ("redis", config.redis)) if on)
+
+
+def arena_plan(config: Config, geometry: Geometry, n_ranks: int) -> ArenaPlan:
+    """Cut this rank's RAM into staging slots and catalog pages.
+
+    Raises:
+        ConfigError: too little for one chunk.
+    """
+    page_bytes = geometry.page_bytes
+    slot_pages = max(
+        geometry.chunk_blocks(group)
+        if group.window_tokens is None
+        else geometry.stored_blocks(group)
+        for group in geometry.groups
+    )
+    slot_pages = max(1, slot_pages)
+    ram_bytes = config.per_rank(config.ram_bytes, n_ranks)
+    total_bytes = ram_bytes or 2 * config.staging_bytes
+    n_pages = total_bytes // page_bytes
+    wanted = min(config.staging_bytes, total_bytes // STAGING_SHARE) // page_bytes
+    if not lower_tiers(config):
+        wanted = 0
+    threads = config.load_threads * max(1, len(lower_tiers(config)))
+    slots = max(1, min(wanted // slot_pages, 4 * threads))
+    staging_pages = slots * slot_pages
+    if n_pages < staging_pages + slot_pages:
+        need = (staging_pages + slot_pages) * page_bytes * n_ranks
+        name = "ram" if config.ram_bytes else "staging"
+        raise ConfigError(
+            f"kvtier setting {name!r} = {total_bytes} bytes a rank holds no chunk of this model "
+            f"(one takes {slot_pages * page_bytes}); give at least {need} bytes in all"
+        )
+    return ArenaPlan(page_bytes, staging_pages, n_pages - staging_pages, slot_pages)
+
+
+def build_scheduler(
+    config: Config,
+    geometry: Geometry,
+    namespace: Callable[[int], NamespaceInfo | None],
+    n_ranks: int,
+) -> SchedulerHalf:
+    """Make the scheduler half."""
+    plan = arena_plan(config, geometry, n_ranks)
+    catalog = Catalog(
+        lower_tiers(config),
+        n_ranks,
+        retain_in_ram=config.ram_bytes > 0,
+        first_page=plan.staging_pages,
+    )
+    options = SchedulerOptions(promote=config.promote)
+    if config.load_deadline_s is not None:
+        deadline_s = config.load_deadline_s
+        options.deadline_s = lambda _tokens: deadline_s
+    return SchedulerHalf(
+        geometry, catalog, namespace, time.monotonic, n_ranks=n_ranks, options=options
+    )
+
+
+def build_worker(
+    config: Config,
+    geometry: Geometry,
+    kv_cache_config: Any,
+    kv_caches: dict[str, Any],
+    rank: int,
+    n_ranks: int,
+    item_bytes: int,
+) -> WorkerHalf:
+    """Make a worker half on registered KV caches."""
+    plan = arena_plan(config, geometry, n_ranks)
+    tables = build_region_tables(kv_cache_config, geometry, kv_caches)
+    device = next(iter(kv_caches.values())).device
+    arena = Arena(plan.page_bytes, plan.n_pages)
+    arena.start()
+    if not arena.wait_ready(plan.staging_pages, STAGING_WAIT_S):
+        raise ConfigError(
+            f"kvtier: {plan.staging_pages * plan.page_bytes} bytes of staging memory could not be "
+            "had in time; lower 'ram' or 'staging'"
+        )
+    mover = _mover(device, tables, arena)
+    links = {name: _link_limits(config) for name in lower_tiers(config)}
+    return WorkerHalf(
+        rank,
+        arena,
+        plan,
+        {group.group_id: group.padded_block_bytes for group in geometry.groups},
+        mover,
+        lambda info: open_tiers(config, info, rank, n_ranks, item_bytes),
+        time.monotonic,
+        TransferLimits(links=links),
+    )
+
+
+def _mover(device: Any, tables: dict[int, RegionTable], arena: Arena) -> Mover:
+    if device.type == "cpu":
+        return HostMover(tables, arena)
+    from .mover_cuda import CudaMover  # noqa: PLC0415 (only where there is a device)
+
+    mover: Mover = CudaMover(tables, arena, device=device)
+    return mover
+
+
+def _link_limits(config: Config) -> LinkLimits:
+    return LinkLimits(
+        load_threads=config.load_threads,
+        save_threads=config.save_threads,
+        save_queue_bytes=config.save_queue_bytes,
+    )
+
+
+def open_tiers(
+    config: Config, info: NamespaceInfo, rank: int, n_ranks: int, item_bytes: int
+) -> Sequence[Tier]:
+    """Open the configured tiers below RAM for a namespace. Does not wait for them."""
+    tiers: list[Tier] = []
+    if config.disk is not None:
+        from ..storage.disk import DiskTier  # noqa: PLC0415 (only where it is used)
+
+        assert config.disk_capacity_bytes is not None
+        capacity = config.disk_capacity_bytes * (n_ranks if config.size_scope == "per_rank" else 1)
+        tiers.append(
+            DiskTier(
+                config.disk,
+                info.digest,
+                rank,
+                capacity,
+                codec=config.disk_codec,
+                item_bytes=item_bytes,
+                description=info.description,
+            )
+        )
+    return tiers

@@ -1,0 +1,160 @@
+"""Jobs that are out with the workers: what they hold, and which ranks have answered.
+
+Every job holds device blocks (saves), catalog entries (both) and, for a load,
+a request that waits. Each is let go exactly once, when the last rank has said
+so. Scheduler thread only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from ..storage.catalog import Catalog, Entry
+from ..storage.jobs import (
+    ChunkStatus,
+    LoadDone,
+    LoadJob,
+    LoadRetired,
+    SaveCopied,
+    SaveJob,
+    SaveRetired,
+)
+
+
+@dataclass(slots=True)
+class _Save:
+    job: SaveJob
+    entries: tuple[Entry, ...]
+    device_blocks: list[int]
+    copies_left: int
+    retires_left: int
+    ok: list[bool]
+    opened_at_s: float
+
+
+@dataclass(slots=True)
+class _Load:
+    job: LoadJob
+    entries: tuple[Entry, ...]  # one a chunk
+    filling: tuple[bool, ...]  # whether the chunk's own pages are being filled
+    dones_left: int
+    retires_left: int
+    worst: list[int]
+    filled: list[bool]
+    ok: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class LoadOutcome:
+    """A load that every rank has reported: the worst status of each chunk."""
+
+    job: LoadJob
+    statuses: tuple[ChunkStatus, ...]
+    ok: bool  # every byte is in place on every rank
+
+
+@dataclass(slots=True)
+class Ledger:
+    """All jobs that are out.
+
+    Attributes:
+        pin_blocks, unpin_blocks: take and give back references of device blocks.
+    """
+
+    catalog: Catalog
+    n_ranks: int
+    pin_blocks: Callable[[Sequence[int]], None]
+    unpin_blocks: Callable[[Sequence[int]], None]
+    clock: Callable[[], float]
+    pinned_blocks: int = 0
+    _saves: dict[int, _Save] = field(default_factory=dict)
+    _loads: dict[int, _Load] = field(default_factory=dict)
+
+    @property
+    def outstanding(self) -> bool:
+        """Whether any job has not been answered in full."""
+        return bool(self._saves or self._loads)
+
+    def pinning(self, patience_s: float) -> bool:
+        """Whether device blocks are held that will soon come back by themselves."""
+        if self.pinned_blocks == 0:
+            return False
+        since_s = self.clock() - patience_s
+        return any(save.copies_left and save.opened_at_s > since_s for save in self._saves.values())
+
+    def open_save(self, job: SaveJob, entries: Sequence[Entry]) -> None:
+        """Take the device blocks of a save whose entries are pinned already."""
+        blocks = list(dict.fromkeys(b for chunk in job.chunks for b in chunk.blocks.tolist()))
+        self.pin_blocks(blocks)
+        self.pinned_blocks += len(blocks)
+        n = self.n_ranks
+        for entry in entries:
+            entry.writes += 1
+        ok = [True] * len(entries)
+        self._saves[job.job_id] = _Save(job, tuple(entries), blocks, n, n, ok, self.clock())
+
+    def open_load(self, job: LoadJob, entries: Sequence[Entry], filling: Sequence[bool]) -> None:
+        """Note a load; entries with pages in use are pinned already."""
+        n = len(job.chunks)
+        self._loads[job.job_id] = _Load(
+            job,
+            tuple(entries),
+            tuple(filling),
+            self.n_ranks,
+            self.n_ranks,
+            [ChunkStatus.OK] * n,
+            [True] * n,
+        )
+
+    def save_copied(self, event: SaveCopied) -> None:
+        """One rank has read the device blocks of a save."""
+        save = self._saves[event.job_id]
+        save.ok = [a and b == ChunkStatus.OK for a, b in zip(save.ok, event.statuses, strict=True)]
+        save.copies_left -= 1
+        if save.copies_left == 0:
+            self.unpin_blocks(save.device_blocks)
+            self.pinned_blocks -= len(save.device_blocks)
+            for entry, ok in zip(save.entries, save.ok, strict=True):
+                self.catalog.filled(entry, ok)
+
+    def save_retired(self, event: SaveRetired, rank: int) -> None:
+        """One rank has finished with the pages of a save."""
+        save = self._saves[event.job_id]
+        for index, tier in event.written:
+            if save.ok[index] and not save.entries[index].dead:
+                chunk = save.job.chunks[index]
+                self.catalog.tier_added(tier, chunk.key, rank, len(chunk.pages))
+        save.retires_left -= 1
+        if save.retires_left == 0:
+            del self._saves[event.job_id]
+            for entry in save.entries:
+                entry.writes -= 1
+                self.catalog.unpin(entry)
+
+    def load_done(self, event: LoadDone) -> LoadOutcome | None:
+        """One rank's device blocks are final; the outcome once all ranks' are."""
+        load = self._loads[event.job_id]
+        load.worst = [
+            b if a == ChunkStatus.OK else a for a, b in zip(load.worst, event.statuses, strict=True)
+        ]
+        load.ok = load.ok and event.ok
+        load.dones_left -= 1
+        if load.dones_left:
+            return None
+        return LoadOutcome(load.job, tuple(ChunkStatus(s) for s in load.worst), load.ok)
+
+    def load_retired(self, event: LoadRetired) -> None:
+        """One rank has finished with the pages of a load."""
+        load = self._loads[event.job_id]
+        load.filled = [a and bool(b) for a, b in zip(load.filled, event.filled, strict=True)]
+        load.retires_left -= 1
+        if load.retires_left:
+            return
+        del self._loads[event.job_id]
+        for i, entry in enumerate(load.entries):
+            if load.filling[i]:
+                self.catalog.filled(entry, load.filled[i])
+                self.catalog.unpin(entry)
+            elif load.job.chunks[i].source == "ram":
+                self.catalog.unpin(entry)

@@ -1,0 +1,175 @@
+"""Counters and gauges, through vLLM's hooks.
+
+Both halves hand out `KVTierStats`: flat names to numbers. A name is
+``counter.label[.label]``; gauges begin with ``gauge.``. vLLM merges them over
+ranks and steps, prints `reduce` in its log and hands the data to `PromMetrics`
+in the front-end process.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
+    KVConnectorPromMetrics,
+    KVConnectorStats,
+)
+
+GAUGE = "gauge."
+
+
+@dataclass(frozen=True, slots=True)
+class Metric:
+    """One Prometheus family: its stats name, labels and help."""
+
+    name: str
+    labels: tuple[str, ...]
+    help: str
+
+    @property
+    def prometheus_name(self) -> str:
+        """Name as scraped (counters get ``_total`` from the client library)."""
+        return f"kvtier:{self.name.removeprefix(GAUGE)}"
+
+
+METRICS: tuple[Metric, ...] = (
+    Metric("lookups", (), "Admitted requests whose prefix was looked up."),
+    Metric("lookup_tokens", (), "Tokens of those requests."),
+    Metric("local_hit_tokens", (), "Tokens that the device's own prefix cache held."),
+    Metric("hits", (), "Requests with tokens to restore."),
+    Metric("hit_tokens", ("tier",), "Tokens to restore, by the tier that they come from."),
+    Metric("misses", ("reason",), "Requests whose hit ended early, by reason."),
+    Metric("loads_failed", (), "Loads that failed; the request computed instead."),
+    Metric("load_deadline_missed", (), "Loads that ran past their deadline."),
+    Metric("load_bytes", ("tier",), "Bytes loaded."),
+    Metric("load_chunks", ("tier",), "Chunks loaded."),
+    Metric("load_s", ("tier",), "Thread seconds spent loading."),
+    Metric("load_failed_chunks", ("tier", "reason"), "Chunks that could not be loaded."),
+    Metric("save_bytes", ("tier",), "Bytes saved."),
+    Metric("save_chunks", ("tier",), "Chunks saved."),
+    Metric("save_s", ("tier",), "Thread seconds spent saving."),
+    Metric("save_failed_chunks", ("tier",), "Chunks that could not be copied."),
+    Metric("save_skipped_chunks", ("reason",), "Chunks that could not be saved whole."),
+    Metric("save_dropped_chunks", ("tier", "reason"), "Chunks dropped instead of waiting."),
+    Metric("quarantine_failed", ("tier",), "Damaged records that could not be moved away."),
+    Metric("ram_evicted_chunks", (), "Chunks evicted from RAM."),
+    Metric("ram_evicted_lost_chunks", (), "Of those, chunks that no lower tier held."),
+    Metric("breaker_opened", ("tier",), "Times a tier was taken off."),
+    Metric("breaker_closed", ("tier",), "Times a tier came back."),
+    Metric("refusal_began", ("tier",), "Times a tier began to refuse saves."),
+    Metric("refusal_ended", ("tier",), "Times a tier took saves again."),
+    Metric("gauge.resident_chunks", ("tier",), "Chunks that can be served from a tier."),
+    Metric("gauge.resident_bytes", ("tier",), "Bytes on a tier, all ranks."),
+    Metric("gauge.tier_online", ("tier",), "1 while a tier answers, summed over ranks."),
+    Metric("gauge.ram_pages", ("state",), "RAM pages by state."),
+    Metric("gauge.save_queue_bytes", (), "Bytes waiting to be written below RAM, all ranks."),
+    Metric("gauge.pinned_device_blocks", (), "Device blocks held by saves in flight."),
+)
+
+
+class KVTierStats(KVConnectorStats):
+    """Sums since the last hand-over, and gauges of now."""
+
+    def reset(self) -> None:
+        """Start anew."""
+        self.data = dict[str, Any]()
+
+    def aggregate(self, other: KVConnectorStats) -> KVConnectorStats:
+        """Add another rank's or step's numbers; a later gauge of the same source wins.
+
+        Gauges carry their rank (``gauge.name.label@rank``), so that steps replace
+        and ranks add up (`totals`).
+        """
+        for name, value in other.data.items():
+            if name.startswith(GAUGE):
+                self.data[name] = value
+            else:
+                self.data[name] = self.data.get(name, 0) + value
+        return self
+
+    def reduce(self) -> dict[str, int | float]:
+        """Return what the log line shows."""
+        sums = totals(self.data)
+        shown = ("lookups", "hits", "loads_failed")
+        out: dict[str, int | float] = {name: _plain(sums[name]) for name in shown if name in sums}
+        for name in sorted(sums):
+            head = name.split(".")[0]
+            if head in {"hit_tokens", "load_bytes", "save_bytes", "misses", "save_dropped_chunks"}:
+                out[name] = _plain(sums[name])
+        return out
+
+    def is_empty(self) -> bool:
+        """Whether there is nothing to tell."""
+        return not self.data
+
+
+def totals(data: dict[str, Any]) -> dict[str, float]:
+    """Sum gauges over their ranks; counters stay as they are."""
+    out: dict[str, float] = {}
+    for name, value in data.items():
+        plain = name.partition("@")[0]
+        out[plain] = out.get(plain, 0.0) + value
+    return out
+
+
+def _plain(value: float) -> int | float:
+    return int(value) if float(value).is_integer() else round(value, 4)
+
+
+class KVTierPromMetrics(KVConnectorPromMetrics):
+    """Prometheus families of `METRICS`, one child for each engine and label set."""
+
+    def __init__(
+        self,
+        vllm_config: Any,
+        metric_types: Any,
+        labelnames: list[str],
+        per_engine_labelvalues: dict[int, list[object]],
+    ) -> None:
+        super().__init__(vllm_config, metric_types, labelnames, per_engine_labelvalues)
+        self._families: dict[str, tuple[Metric, Any]] = {}
+        self._children: dict[tuple[str, int], Any] = {}
+        self._gauges: dict[int, dict[str, float]] = {}
+        for metric in METRICS:
+            cls = self._gauge_cls if metric.name.startswith(GAUGE) else self._counter_cls
+            extra = {"multiprocess_mode": "mostrecent"} if metric.name.startswith(GAUGE) else {}
+            family = cls(
+                name=metric.prometheus_name,
+                documentation=metric.help,
+                labelnames=[*labelnames, *metric.labels],
+                **extra,
+            )
+            self._families[metric.name] = (metric, family)
+
+    def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
+        """Add counters, set gauges."""
+        gauges = self._gauges.setdefault(engine_idx, {})
+        for name, value in transfer_stats_data.items():
+            if name.startswith(GAUGE):
+                gauges[name] = value
+            elif value > 0:
+                child = self._child(name, engine_idx)
+                if child is not None:
+                    child.inc(value)
+        for name, value in totals(gauges).items():
+            child = self._child(name, engine_idx)
+            if child is not None:
+                child.set(value)
+
+    def _child(self, name: str, engine_idx: int) -> Any:
+        key = (name, engine_idx)
+        if key not in self._children:
+            self._children[key] = self._make_child(name, engine_idx)
+        return self._children[key]
+
+    def _make_child(self, name: str, engine_idx: int) -> Any:
+        for metric, family in self._families.values():
+            head = metric.name
+            if name != head and not name.startswith(head + "."):
+                continue
+            labels = name[len(head) + 1 :].split(".", max(0, len(metric.labels) - 1))
+            labels = [label for label in labels if label]
+            if len(labels) == len(metric.labels):
+                return family.labels(*self.per_engine_labelvalues[engine_idx], *labels)
+        return None

@@ -1,0 +1,220 @@
+"""Which chunks of a request to save, and when.
+
+A chunk is planned in the step whose forward completes it (vLLM's rule for what
+is valid, contract with `Request.num_tokens`: accepted tokens only), a tail when
+its request finishes, a recurrent state only when the engine hands it over.
+Scheduler thread only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from ..storage.catalog import Catalog, Entry, RamState
+from ..storage.counts import Counts
+from ..storage.jobs import SaveChunk, SaveJob
+from ..storage.key import chunk_key
+from .geometry import Geometry, GroupGeometry, GroupKind
+from .ledger import Ledger
+
+NULL_BLOCK = 0
+
+
+@dataclass(slots=True)
+class SaveTracker:
+    """How far a request has been saved.
+
+    Attributes:
+        saved_tokens: whole chunks up to here have been planned, or given up.
+        blocked: nothing of this request is to be stored.
+    """
+
+    saved_tokens: int = 0
+    blocked: bool = False
+
+
+class SavePlanner:
+    """Cuts valid blocks into chunks and reserves their RAM pages.
+
+    Args:
+        next_job_id: source of job ids, shared with loads.
+        generation: the namespace's, when the blocks were computed.
+    """
+
+    def __init__(
+        self,
+        geometry: Geometry,
+        catalog: Catalog,
+        ledger: Ledger,
+        counts: Counts,
+        next_job_id: Callable[[], int],
+        generation: Callable[[], int],
+    ) -> None:
+        self._geometry = geometry
+        self._catalog = catalog
+        self._ledger = ledger
+        self._counts = counts
+        self._next_job_id = next_job_id
+        self._generation = generation
+        self._jobs: list[SaveJob] = []
+        self._attention = [g for g in geometry.groups if g.kind is not GroupKind.RECURRENT]
+        self._recurrent = {g.group_id: g for g in geometry.groups if g.kind is GroupKind.RECURRENT}
+        # Pinned blocks cannot be given to requests: never more than half of the pool.
+        self._max_pinned = max(1, geometry.num_blocks // 2)
+
+    @property
+    def waiting(self) -> bool:
+        """Whether saves are planned that no step has carried yet."""
+        return bool(self._jobs)
+
+    def take(self) -> tuple[SaveJob, ...]:
+        """Return the saves for this step's plan."""
+        jobs, self._jobs = tuple(self._jobs), []
+        return jobs
+
+    def due(self, tracker: SaveTracker, valid_tokens: int) -> bool:
+        """Say, quickly, whether a whole chunk is complete that has not been planned."""
+        tracker.saved_tokens = min(tracker.saved_tokens, valid_tokens)
+        return (
+            not tracker.blocked
+            and valid_tokens // self._geometry.chunk_tokens * self._geometry.chunk_tokens
+            > tracker.saved_tokens
+        )
+
+    def plan_chunks(
+        self,
+        request: Any,
+        tracker: SaveTracker,
+        table: Sequence[Sequence[int]],
+        valid_tokens: int,
+    ) -> None:
+        """Plan the whole chunks of the first ``valid_tokens`` that have not been planned.
+
+        Args:
+            table: block ids per engine group; 0 where the engine keeps none.
+        """
+        chunk = self._geometry.chunk_tokens
+        start = tracker.saved_tokens // chunk * chunk
+        hashed = len(request.block_hashes) * self._geometry.hash_block_tokens
+        last = min(valid_tokens, hashed) // chunk * chunk
+        spans = [
+            (group, at, at + chunk) for at in range(start, last, chunk) for group in self._attention
+        ]
+        self._plan(request.block_hashes, table, spans)
+        tracker.saved_tokens = max(tracker.saved_tokens, last)
+
+    def plan_finish(
+        self, request: Any, tracker: SaveTracker, table: Sequence[Sequence[int]]
+    ) -> None:
+        """Plan the last whole chunks of a finished request and its tail."""
+        if tracker.blocked:
+            return
+        # The last sampled token was never fed to the model.
+        valid = max(request.num_prompt_tokens, request.num_tokens - 1)
+        valid = min(valid, request.num_computed_tokens)
+        self.plan_chunks(request, tracker, table, valid)
+        if self._recurrent:
+            return  # an attention tail without a state at its end serves nothing
+        self._plan_tail(request, table, valid)
+
+    def _plan_tail(self, request: Any, table: Sequence[Sequence[int]], valid: int) -> None:
+        unit = self._geometry.scheduler_block_tokens
+        chunk = self._geometry.chunk_tokens
+        hashed = len(request.block_hashes) * self._geometry.hash_block_tokens
+        end = min(valid, hashed) // unit * unit
+        start = end // chunk * chunk
+        if end > start:
+            self._plan(
+                request.block_hashes, table, [(group, start, end) for group in self._attention]
+            )
+
+    def plan_states(
+        self,
+        request: Any,
+        table: Sequence[Sequence[int]],
+        offers: Sequence[tuple[int, int, int]],
+    ) -> None:
+        """Plan recurrent states that the engine hands over, with the attention up to them.
+
+        Args:
+            offers: (group id, block id, boundary in tokens); the block holds the exact
+                state at the boundary once this step's forward has run.
+        """
+        tracker_hashes = request.block_hashes
+        unit, chunk = self._geometry.hash_block_tokens, self._geometry.chunk_tokens
+        spans: list[tuple[GroupGeometry, int, int]] = []
+        boundaries = set()
+        for group_id, block, tokens in offers:
+            group = self._recurrent.get(group_id)
+            if group is None or block == NULL_BLOCK or tokens % unit or tokens <= 0:
+                continue
+            if tokens > len(tracker_hashes) * unit:
+                continue
+            boundaries.add(tokens)
+            self._plan_state(tracker_hashes, group, block, tokens)
+        for tokens in sorted(boundaries):
+            start = (tokens - 1) // chunk * chunk
+            if tokens % chunk:
+                spans += [(group, start, tokens) for group in self._attention]
+        self._plan(tracker_hashes, table, spans)
+
+    def _plan_state(
+        self, hashes: Sequence[bytes], group: GroupGeometry, block: int, tokens: int
+    ) -> None:
+        key = chunk_key(hashes[tokens // self._geometry.hash_block_tokens - 1], group.group_id)
+        start = (tokens - 1) // self._geometry.chunk_tokens * self._geometry.chunk_tokens
+        self._emit([(key, group, start, tokens, [block])])
+
+    def _plan(
+        self,
+        hashes: Sequence[bytes],
+        table: Sequence[Sequence[int]],
+        spans: Sequence[tuple[GroupGeometry, int, int]],
+    ) -> None:
+        unit = self._geometry.hash_block_tokens
+        wanted = []
+        for group, start, end in spans:
+            first, n = self._geometry.blocks_in_span(group, start, end)
+            blocks = table[group.group_id][first : first + n]
+            if n == 0:
+                continue
+            if len(blocks) < n or NULL_BLOCK in blocks:
+                self._counts.add("save_skipped_chunks.block_gone")
+                continue
+            key = chunk_key(hashes[end // unit - 1], group.group_id)
+            wanted.append((key, group, start, end, list(blocks)))
+        self._emit(wanted)
+
+    def _emit(self, wanted: Sequence[tuple[bytes, GroupGeometry, int, int, list[int]]]) -> None:
+        """Reserve pages for chunks that are nowhere yet and queue one job for them."""
+        chunks: list[SaveChunk] = []
+        entries: list[Entry] = []
+        n_pinned = 0
+        for key, group, start, end, blocks in wanted:
+            entry = self._catalog.get(key)
+            if entry is not None and (
+                entry.ram is not RamState.ABSENT or self._catalog.source_of(entry) is not None
+            ):
+                continue
+            if self._ledger.pinned_blocks + n_pinned + len(blocks) > self._max_pinned:
+                self._counts.add("save_dropped_chunks.device.pins")
+                continue
+            entry = self._catalog.begin_save(key, len(blocks))
+            if entry is None:
+                self._counts.add("save_dropped_chunks.ram.no_page")
+                continue
+            assert entry.pages is not None
+            n_pinned += len(blocks)
+            entries.append(entry)
+            ids = np.array(blocks, dtype=np.int64)
+            chunks.append(
+                SaveChunk(key, group.group_id, start, end, ids, entry.pages, self._catalog.tiers)
+            )
+        if chunks:
+            job = SaveJob(self._next_job_id(), self._generation(), tuple(chunks))
+            self._ledger.open_save(job, entries)
+            self._jobs.append(job)

@@ -1,0 +1,172 @@
+"""The worker half: owns one rank's bytes, runs plans, reports.
+
+It decides nothing. The engine's thread calls in once or twice a step and never
+waits here for a tier; an idle step, in which the engine computes nothing, may
+wait a millisecond for loads, which is what lets them run.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from ..storage.jobs import Event, LoadDone, SaveJob
+from ..storage.ram import Arena
+from ..storage.tier import Tier
+from ..storage.transfer import Staging, Transfer, TransferLimits
+from .mover import Mover
+from .plan import NamespaceInfo, Plan, RankReport
+
+logger = logging.getLogger("kvtier.worker")
+
+IDLE_WAIT_S = 0.001
+
+TierFactory = Callable[[NamespaceInfo], Sequence[Tier]]
+
+
+@dataclass(frozen=True, slots=True)
+class ArenaPlan:
+    """How the RAM arena is cut.
+
+    Attributes:
+        page_bytes: size of a page.
+        staging_pages: pages of the worker's own, the first ones.
+        catalog_pages: pages that the scheduler gives out, after those.
+        slot_pages: pages of the largest chunk.
+    """
+
+    page_bytes: int
+    staging_pages: int
+    catalog_pages: int
+    slot_pages: int
+
+    @property
+    def n_pages(self) -> int:
+        """All pages."""
+        return self.catalog_pages + self.staging_pages
+
+
+class WorkerHalf:
+    """One rank's hands.
+
+    Args:
+        rank: this rank's number among those that share a plan.
+        arena: RAM pages, growing already; closed here.
+        plan: how the arena is cut.
+        block_bytes: for each group id, bytes of a block in a page (padded).
+        mover: device copies; closed here.
+        open_tiers: makes the tiers below RAM of a namespace.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        arena: Arena,
+        plan: ArenaPlan,
+        block_bytes: dict[int, int],
+        mover: Mover,
+        open_tiers: TierFactory,
+        clock: Callable[[], float],
+        limits: TransferLimits | None = None,
+        flush_s: float = 3.0,
+    ) -> None:
+        self.rank = rank
+        self._arena = arena
+        self._plan = plan
+        self._mover = mover
+        self._open_tiers = open_tiers
+        self._flush_s = flush_s
+        staging = Staging(range(plan.staging_pages), plan.slot_pages)
+        self.transfer = Transfer(arena, block_bytes, staging, mover, clock, limits)
+        self._saves: list[SaveJob] = []
+        self._idle = False
+        self._events: list[Event] = []
+        self._closed = False
+        self._last_ready = -1
+
+    # -- plans -----------------------------------------------------------
+
+    def begin(self, plan: Plan) -> None:
+        """Take in a step's plan, before its forward; loads start at once."""
+        self._idle = plan.idle
+        if plan.namespace is not None:
+            self._enter(plan.namespace)
+        for job_id in plan.cancels:
+            self.transfer.cancel_load(job_id)
+        if plan.loads:
+            # Zeroing and copy-on-write of this step are in the stream already; the
+            # loads must come after them.
+            after = self._mover.fence()
+            for load in plan.loads:
+                self.transfer.submit_load(load, after)
+        self._saves.extend(plan.saves)
+        for tier, keys in plan.touches:
+            link = self.transfer.links.get(tier)
+            if link is not None:
+                link.tier.touch(keys)
+
+    def _enter(self, namespace: NamespaceInfo) -> None:
+        try:
+            self.transfer.set_tiers(self._open_tiers(namespace), namespace.generation)
+        except Exception:
+            logger.exception("kvtier: the tiers below RAM could not be opened; RAM alone is used")
+            self.transfer.set_tiers((), namespace.generation)
+
+    def forward_launched(self) -> None:
+        """The step's forward has been launched: its saves may be read once it is done."""
+        if self._saves:
+            fence = self._mover.fence()
+            saves, self._saves = self._saves, []
+            for save in saves:
+                self.transfer.submit_save(save, fence)
+
+    # -- results -----------------------------------------------------------
+
+    def collect(self) -> tuple[set[str], set[str]]:
+        """Return (requests whose load is over, those of them whose load failed)."""
+        self.forward_launched()  # a step without a forward, or one that never said so
+        self.transfer.poll()
+        if self._idle and self.transfer.loading:
+            self.transfer.wait(IDLE_WAIT_S)
+        self._events += self.transfer.take_events()
+        finished: set[str] = set()
+        failed: set[str] = set()
+        for event in self._events:
+            if isinstance(event, LoadDone):
+                finished.add(event.request_id)
+                if not event.ok:
+                    failed.add(event.request_id)
+        return finished, failed
+
+    def report(self) -> RankReport | None:
+        """Return what happened since the last report; after `collect` in a step."""
+        events, self._events = self._events, []
+        ready = self._arena.ready_pages
+        if not events and ready == self._last_ready:
+            return None
+        self._last_ready = ready
+        return RankReport(self.rank, ready, tuple(events))
+
+    def take_counts(self) -> dict[str, float]:
+        """Return counters since the last call."""
+        return self.transfer.counts.take()
+
+    def gauges(self) -> dict[str, float]:
+        """Return what this rank can tell of its tiers now, without I/O."""
+        values: dict[str, float] = {"save_queue_bytes": self.transfer.queued_save_bytes}
+        for name, link in self.transfer.links.items():
+            stat = link.tier.stat()
+            values[f"resident_bytes.{name}"] = stat.stored_bytes
+            values[f"tier_online.{name}"] = float(link.online)
+        return values
+
+    def shutdown(self) -> None:
+        """Write out what is queued for a short while, then stop. Idempotent."""
+        if self._closed:
+            return
+        self._closed = True
+        self.transfer.close(self._flush_s)
+        self._mover.close()
+        self._arena.close()
