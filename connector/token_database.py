@@ -147,12 +147,16 @@ class ChunkedTokenDatabase:
     ) -> BlockPlan:
         """Plan chunks of one length at equal distances, checked as numbers instead of arrays."""
         block, unit = group.block_tokens, self.geometry.hash_block_tokens
-        if starts.start < 0 or starts.step < 0 or starts.start % block or starts.step % block:
+        n_chunks, n_each = len(starts), -(-span_tokens // block)
+        start, distance = (
+            (starts.start if n_chunks else 0),
+            (starts.step if n_chunks > 1 else block),
+        )
+        if start < 0 or distance < 0 or start % block or distance % block:
             raise AddressError(f"chunk starts {starts} are no multiples of {block} tokens")
         if span_tokens <= 0 or span_tokens % unit:
             raise AddressError(f"chunk span of {span_tokens} is no multiple of {unit} tokens")
-        n_chunks, n_each = len(starts), -(-span_tokens // block)
-        first, step = starts.start // block, starts.step // block
+        first, step = start // block, distance // block
         end = first + (n_chunks - 1) * step + n_each if n_chunks else 0
         if end > len(table):
             raise AddressError(f"chunks reach block {end}, the table has {len(table)}")
