@@ -17,8 +17,12 @@ from .config import Config
 from .geometry import Geometry
 from .mover import HostMover, Mover
 from .plan import NamespaceInfo
+from .prober import Prober
 from .regions import RegionTable, build_region_tables
-from .scheduler import SchedulerHalf, SchedulerOptions
+from .save_planner import WritePolicy
+from .scheduler import SchedulerHalf
+from .tracker import SchedulerOptions
+from .weights import WeightsCache, lora_fingerprint
 from .worker import ArenaPlan, WorkerHalf
 
 logger = logging.getLogger("kvtier")
@@ -79,13 +83,46 @@ def build_scheduler(
         retain_in_ram=config.ram_bytes > 0,
         first_page=plan.staging_pages,
     )
-    options = SchedulerOptions(promote=config.promote)
-    if config.load_deadline_s is not None:
-        deadline_s = config.load_deadline_s
-        options.deadline_s = lambda _tokens: deadline_s
+    options = SchedulerOptions(
+        promote=config.promote,
+        load_policy=config.load_policy,
+        deadline_s=config.load_deadline_s,
+        lookup_deadline_s=config.lookup_deadline_s,
+        write=write_policy(config),
+        open_probers=(lambda info: open_probers(config, info, n_ranks)) if config.redis else None,
+        adapter_of=adapter_of(),
+    )
     return SchedulerHalf(
         geometry, catalog, namespace, time.monotonic, n_ranks=n_ranks, options=options
     )
+
+
+def write_policy(config: Config) -> WritePolicy:
+    """Return what is written to which lower tier, and when."""
+    ways = {"disk": config.disk_write, "redis": config.redis_write}
+    tiers = lower_tiers(config)
+    return WritePolicy(
+        through=tuple(t for t in tiers if ways[t] == "through"),
+        back=tuple(t for t in tiers if ways[t] == "back"),
+        min_uses=config.min_uses,
+    )
+
+
+def adapter_of() -> Callable[[Any], str | None]:
+    """Return a function from a request to the fingerprint of its LoRA adapter's content."""
+    cache = WeightsCache()
+
+    def fingerprint(request: Any) -> str | None:
+        lora = getattr(request, "lora_request", None)
+        return None if lora is None else lora_fingerprint(str(lora.lora_path), cache)
+
+    return fingerprint
+
+
+def open_probers(config: Config, info: NamespaceInfo, n_ranks: int) -> Sequence[Prober]:
+    """Open what asks the shared Redis for other engines' chunks."""
+    tiers = [_open_redis(config, info, rank, 1) for rank in range(n_ranks)]
+    return [Prober("redis", tiers, time.monotonic)]
 
 
 def build_worker(
@@ -160,4 +197,30 @@ def open_tiers(
                 description=info.description,
             )
         )
+    if config.redis is not None:
+        tiers.append(_open_redis(config, info, rank, item_bytes))
     return tiers
+
+
+def _open_redis(config: Config, info: NamespaceInfo, rank: int, item_bytes: int) -> Tier:
+    from ..storage.codec import codec_of  # noqa: PLC0415 (only where it is used)
+    from ..storage.redis import RedisTier  # noqa: PLC0415 (only where it is used)
+    from ..storage.redis_url import parse_redis_url  # noqa: PLC0415 (only where it is used)
+
+    assert config.redis is not None
+    settings = parse_redis_url(
+        config.redis,
+        prefix=config.redis_prefix,
+        ttl=config.redis_ttl_s,
+        stripe=config.redis_stripe_bytes,
+        connections=config.redis_connections,
+        timeout=config.redis_timeout_s,
+    )
+    return RedisTier(
+        settings,
+        info.digest,
+        rank,
+        codec=codec_of(config.redis_codec),
+        item_bytes=item_bytes,
+        description=info.description,
+    )

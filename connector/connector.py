@@ -282,7 +282,7 @@ class KVTierConnector(base.KVConnectorBase_V1, base.SupportsHMA):
         return meta.plan
 
     def bind_connector_metadata(self, connector_metadata: base.KVConnectorMetadata) -> None:
-        """Take in the step's plan: zeroing and copy-on-write have been enqueued, loads may start."""
+        """Take in the step's plan; zeroing and copy-on-write are enqueued, loads may start."""
         super().bind_connector_metadata(connector_metadata)
         if self._worker is not None:
             self._worker.begin(self._plan())
@@ -344,3 +344,6 @@ class KVTierConnector(base.KVConnectorBase_V1, base.SupportsHMA):
         worker = getattr(self, "_worker", None)
         if worker is not None:
             worker.shutdown()
+        scheduler = getattr(self, "_scheduler", None)
+        if scheduler is not None:
+            scheduler.shutdown()

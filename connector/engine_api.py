@@ -305,7 +305,7 @@ def transfer_results(finished: set[str], failed: set[str]) -> Any:
 
 
 def hit_sources(hits: Mapping[str, int], num_hits: int) -> Any | None:
-    """Return hits by the engine's kinds of places, adding up to ``num_hits``; None if it has none."""
+    """Return hits by the engine's kinds of places, in all ``num_hits``; None if it has none."""
     try:
         from vllm.v1.metrics.stats import CacheHitSource  # noqa: PLC0415 (slow)
     except ImportError:

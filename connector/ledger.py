@@ -115,8 +115,9 @@ class Ledger:
         if save.copies_left == 0:
             self.unpin_blocks(save.device_blocks)
             self.pinned_blocks -= len(save.device_blocks)
-            for entry, ok in zip(save.entries, save.ok, strict=True):
-                self.catalog.filled(entry, ok)
+            for entry, chunk, ok in zip(save.entries, save.job.chunks, save.ok, strict=True):
+                if len(chunk.blocks):
+                    self.catalog.filled(entry, ok)
 
     def save_retired(self, event: SaveRetired, rank: int) -> None:
         """One rank has finished with the pages of a save."""

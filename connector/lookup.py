@@ -94,6 +94,7 @@ class PrefixLookup:
         Args:
             hashes: the request's block hashes, one for each `hash_block_tokens`.
             local_tokens: what the device holds already, a multiple of whole blocks.
+            limit_tokens: longest hit allowed, see `limit_tokens`.
         """
         hashed = len(hashes) * self._geometry.hash_block_tokens
         limit = min(limit_tokens, hashed // self._unit * self._unit)
@@ -124,6 +125,34 @@ class PrefixLookup:
                 return None
             pieces += found
         return tuple(pieces)
+
+    def sources(
+        self, hashes: Sequence[bytes], local_tokens: int, tokens: int
+    ) -> list[tuple[str, int]]:
+        """Return (place, end in tokens) of each run of the hit that one place serves.
+
+        Told by the first full-attention group's chunks; without one, by nothing.
+        """
+        runs: list[tuple[str, int]] = []
+        chunk = self._geometry.chunk_tokens
+        if not self._full:
+            return runs
+        suffix = bytes((self._full[0].group_id,))
+        step = chunk // self._geometry.hash_block_tokens
+        first = local_tokens // chunk
+        for i, h in enumerate(hashes[(first + 1) * step - 1 : tokens // chunk * step : step]):
+            entry = self._catalog.get(h + suffix)
+            source = self._catalog.source_of(entry) if entry is not None else None
+            end = (first + i + 1) * chunk
+            if source is None:
+                break
+            if runs and runs[-1][0] == source:
+                runs[-1] = (source, end)
+            else:
+                runs.append((source, end))
+        if runs and runs[-1][1] < tokens:
+            runs[-1] = (runs[-1][0], tokens)
+        return runs
 
     def _candidates(self, best: int, local_tokens: int) -> Iterator[int]:
         chunk, unit = self._geometry.chunk_tokens, self._unit

@@ -76,7 +76,7 @@ class NamespaceSource:
                 raise_epoch(self._root, self._epoch_name())
             except TierUnavailable as err:
                 self._memory_epoch += 1
-                logger.error(
+                logger.error(  # noqa: TRY400 - the message says it all
                     "kvtier: cleared for this run only: %s; after a restart old KV could be served "
                     "again, so remove the store's folder before that",
                     err,

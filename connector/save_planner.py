@@ -8,6 +8,7 @@ Scheduler thread only.
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -22,6 +23,25 @@ from .geometry import Geometry, GroupGeometry, GroupKind
 from .ledger import Ledger
 
 NULL_BLOCK = 0
+NO_BLOCKS = np.empty(0, dtype=np.int64)
+MAX_SEEN = 200_000
+WRITE_BACK_SHARE = 0.25  # of RAM that can be given away without losing a chunk
+WRITE_BACK_CHUNKS = 8  # written back at once
+
+
+@dataclass(frozen=True, slots=True)
+class WritePolicy:
+    """What is written below RAM.
+
+    Attributes:
+        through: tiers written behind every save.
+        back: tiers written before RAM evicts a chunk that no lower tier holds.
+        min_uses: how often a chunk must have been met before it is saved.
+    """
+
+    through: tuple[str, ...] = ()
+    back: tuple[str, ...] = ()
+    min_uses: int = 1
 
 
 @dataclass(slots=True)
@@ -43,6 +63,7 @@ class SavePlanner:
     Args:
         next_job_id: source of job ids, shared with loads.
         generation: the namespace's, when the blocks were computed.
+        policy: what goes to which lower tier, and when.
     """
 
     def __init__(
@@ -53,6 +74,7 @@ class SavePlanner:
         counts: Counts,
         next_job_id: Callable[[], int],
         generation: Callable[[], int],
+        policy: WritePolicy,
     ) -> None:
         self._geometry = geometry
         self._catalog = catalog
@@ -60,6 +82,8 @@ class SavePlanner:
         self._counts = counts
         self._next_job_id = next_job_id
         self._generation = generation
+        self._policy = policy
+        self._seen: OrderedDict[bytes, int] = OrderedDict()
         self._jobs: list[SaveJob] = []
         self._attention = [g for g in geometry.groups if g.kind is not GroupKind.RECURRENT]
         self._recurrent = {g.group_id: g for g in geometry.groups if g.kind is GroupKind.RECURRENT}
@@ -87,7 +111,7 @@ class SavePlanner:
 
     def plan_chunks(
         self,
-        request: Any,
+        hashes: Sequence[bytes],
         tracker: SaveTracker,
         table: Sequence[Sequence[int]],
         valid_tokens: int,
@@ -95,20 +119,27 @@ class SavePlanner:
         """Plan the whole chunks of the first ``valid_tokens`` that have not been planned.
 
         Args:
+            hashes: the request's block hashes.
+            tracker: how far it has been saved; moved on.
             table: block ids per engine group; 0 where the engine keeps none.
+            valid_tokens: KV of so many tokens is valid once this step's forward has run.
         """
         chunk = self._geometry.chunk_tokens
         start = tracker.saved_tokens // chunk * chunk
-        hashed = len(request.block_hashes) * self._geometry.hash_block_tokens
+        hashed = len(hashes) * self._geometry.hash_block_tokens
         last = min(valid_tokens, hashed) // chunk * chunk
         spans = [
             (group, at, at + chunk) for at in range(start, last, chunk) for group in self._attention
         ]
-        self._plan(request.block_hashes, table, spans)
+        self._plan(hashes, table, spans)
         tracker.saved_tokens = max(tracker.saved_tokens, last)
 
     def plan_finish(
-        self, request: Any, tracker: SaveTracker, table: Sequence[Sequence[int]]
+        self,
+        request: Any,
+        hashes: Sequence[bytes],
+        tracker: SaveTracker,
+        table: Sequence[Sequence[int]],
     ) -> None:
         """Plan the last whole chunks of a finished request and its tail."""
         if tracker.blocked:
@@ -116,35 +147,40 @@ class SavePlanner:
         # The last sampled token was never fed to the model.
         valid = max(request.num_prompt_tokens, request.num_tokens - 1)
         valid = min(valid, request.num_computed_tokens)
-        self.plan_chunks(request, tracker, table, valid)
+        self.plan_chunks(hashes, tracker, table, valid)
         if self._recurrent:
             return  # an attention tail without a state at its end serves nothing
-        self._plan_tail(request, table, valid)
+        self._plan_tail(hashes, table, valid)
 
-    def _plan_tail(self, request: Any, table: Sequence[Sequence[int]], valid: int) -> None:
+    def _plan_tail(
+        self, hashes: Sequence[bytes], table: Sequence[Sequence[int]], valid: int
+    ) -> None:
         unit = self._geometry.scheduler_block_tokens
         chunk = self._geometry.chunk_tokens
-        hashed = len(request.block_hashes) * self._geometry.hash_block_tokens
+        hashed = len(hashes) * self._geometry.hash_block_tokens
         end = min(valid, hashed) // unit * unit
         start = end // chunk * chunk
         if end > start:
-            self._plan(
-                request.block_hashes, table, [(group, start, end) for group in self._attention]
-            )
+            self._plan(hashes, table, [(group, start, end) for group in self._attention])
 
     def plan_states(
         self,
-        request: Any,
+        hashes: Sequence[bytes],
+        tracker: SaveTracker,
         table: Sequence[Sequence[int]],
         offers: Sequence[tuple[int, int, int]],
     ) -> None:
         """Plan recurrent states that the engine hands over, with the attention up to them.
 
         Args:
+            hashes: the request's block hashes.
+            tracker: says whether the request may be stored.
+            table: block ids per engine group.
             offers: (group id, block id, boundary in tokens); the block holds the exact
                 state at the boundary once this step's forward has run.
         """
-        tracker_hashes = request.block_hashes
+        if tracker.blocked:
+            return
         unit, chunk = self._geometry.hash_block_tokens, self._geometry.chunk_tokens
         spans: list[tuple[GroupGeometry, int, int]] = []
         boundaries = set()
@@ -152,15 +188,15 @@ class SavePlanner:
             group = self._recurrent.get(group_id)
             if group is None or block == NULL_BLOCK or tokens % unit or tokens <= 0:
                 continue
-            if tokens > len(tracker_hashes) * unit:
+            if tokens > len(hashes) * unit:
                 continue
             boundaries.add(tokens)
-            self._plan_state(tracker_hashes, group, block, tokens)
+            self._plan_state(hashes, group, block, tokens)
         for tokens in sorted(boundaries):
             start = (tokens - 1) // chunk * chunk
             if tokens % chunk:
                 spans += [(group, start, tokens) for group in self._attention]
-        self._plan(tracker_hashes, table, spans)
+        self._plan(hashes, table, spans)
 
     def _plan_state(
         self, hashes: Sequence[bytes], group: GroupGeometry, block: int, tokens: int
@@ -200,6 +236,9 @@ class SavePlanner:
                 entry.ram is not RamState.ABSENT or self._catalog.source_of(entry) is not None
             ):
                 continue
+            if self._policy.min_uses > 1 and not self._seen_enough(key):
+                self._counts.add("save_skipped_chunks.min_uses")
+                continue
             if self._ledger.pinned_blocks + n_pinned + len(blocks) > self._max_pinned:
                 self._counts.add("save_dropped_chunks.device.pins")
                 continue
@@ -208,12 +247,43 @@ class SavePlanner:
                 self._counts.add("save_dropped_chunks.ram.no_page")
                 continue
             assert entry.pages is not None
+            entry.span = (start, end)
             n_pinned += len(blocks)
             entries.append(entry)
             ids = np.array(blocks, dtype=np.int64)
             chunks.append(
-                SaveChunk(key, group.group_id, start, end, ids, entry.pages, self._catalog.tiers)
+                SaveChunk(key, group.group_id, start, end, ids, entry.pages, self._policy.through)
             )
+        if chunks:
+            job = SaveJob(self._next_job_id(), self._generation(), tuple(chunks))
+            self._ledger.open_save(job, entries)
+            self._jobs.append(job)
+
+    def _seen_enough(self, key: bytes) -> bool:
+        """Count a meeting with a chunk that is nowhere; True when it is to be saved."""
+        n = self._seen.pop(key, 0) + 1
+        if n >= self._policy.min_uses:
+            return True
+        self._seen[key] = n
+        if len(self._seen) > MAX_SEEN:
+            self._seen.popitem(last=False)
+        return False
+
+    def plan_write_back(self) -> None:
+        """Write out the oldest chunks that only RAM holds, before their pages are needed."""
+        tiers = self._policy.through + self._policy.back
+        if not tiers or self._catalog.room_without_loss() >= WRITE_BACK_SHARE:
+            return
+        chunks: list[SaveChunk] = []
+        entries: list[Entry] = []
+        for entry in self._catalog.oldest_only(WRITE_BACK_CHUNKS):
+            span = entry.span
+            if span is None or entry.pages is None:
+                continue
+            self._catalog.pin(entry)
+            entries.append(entry)
+            group = entry.key[-1]
+            chunks.append(SaveChunk(entry.key, group, *span, NO_BLOCKS, entry.pages, tiers))
         if chunks:
             job = SaveJob(self._next_job_id(), self._generation(), tuple(chunks))
             self._ledger.open_save(job, entries)

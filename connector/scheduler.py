@@ -7,19 +7,15 @@ work of a step grows with the step's requests, not with the store.
 from __future__ import annotations
 
 import logging
-from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
-import numpy as np
-
-from ..storage.catalog import RAM, Catalog, Entry, RamState
+from ..storage.catalog import Catalog, RamState
 from ..storage.counts import Counts
+from ..storage.errors import KVTierError
 from ..storage.jobs import (
     ChunkStatus,
     Event,
-    LoadChunk,
     LoadDone,
     LoadJob,
     LoadRetired,
@@ -28,11 +24,16 @@ from ..storage.jobs import (
     TierNews,
 )
 from . import engine_api
-from .geometry import Geometry
+from .gate import Gate
+from .geometry import Geometry, GroupKind
 from .ledger import Ledger, LoadOutcome
-from .lookup import MissReason, Piece, PrefixLookup
+from .load_planner import LoadPlanner
+from .lookup import Hit, MissReason, Piece, PrefixLookup
 from .plan import NamespaceInfo, Plan, RankReport
+from .request_options import RequestOptions, read_options
 from .save_planner import SavePlanner, SaveTracker
+from .shared_lookup import SharedLookup
+from .tracker import SchedulerOptions, Tracker
 
 logger = logging.getLogger("kvtier.scheduler")
 
@@ -40,37 +41,6 @@ INDEX_WAIT_S = 10.0  # longest wait of a first lookup for the tiers' indexes
 SHARED_LOAD_WAIT_S = 10.0  # longest wait for another request's load of the same chunks
 PIN_PATIENCE_S = 1.0  # how long a save in flight may hold off a preemption
 MAX_LOAD_FAILURES = 2  # a request that failed so often computes
-
-
-@dataclass(slots=True)
-class SchedulerOptions:
-    """What of the configuration concerns this half.
-
-    Attributes:
-        deadline_s: function of a load's tokens to its deadline.
-        promote: keep chunks loaded from lower tiers in RAM.
-        may_load: the gate; False when computing is cheaper than loading so many tokens.
-    """
-
-    promote: bool = True
-    deadline_s: Callable[[int], float] = lambda tokens: 30.0
-    may_load: Callable[[int, str], bool] = lambda tokens, tier: True
-
-
-@dataclass(slots=True)
-class Tracker:
-    """What is known of one request."""
-
-    request: Any
-    save: SaveTracker
-    local_tokens: int = 0
-    hit_tokens: int = 0  # promised in the last lookup
-    reason: MissReason = MissReason.NONE
-    failures: int = 0
-    asked_since_s: float | None = None  # since when lookups answer "ask again"
-    load_job: int | None = None
-    hits: dict[str, int] = field(default_factory=dict)  # tokens by source, last admission
-    counted: bool = False
 
 
 class SchedulerHalf:
@@ -114,11 +84,21 @@ class SchedulerHalf:
             self.counts,
             self._next_job_id,
             lambda: self._generation,
+            self.options.write,
+        )
+        self._load_plans = LoadPlanner(
+            geometry, catalog, self._ledger, promote=self.options.promote
+        )
+        self._shared = SharedLookup(geometry, catalog, n_ranks, clock)
+        self.gate = Gate(self.options.load_policy)
+        self._bytes_per_token = sum(
+            g.padded_block_bytes / g.block_tokens
+            for g in geometry.groups
+            if g.kind is not GroupKind.RECURRENT
         )
         self._trackers: dict[str, Tracker] = {}
         self._job_id = 0
         self._generation = 0
-        self._loads: list[LoadJob] = []
         self._cancels: list[int] = []
         self._touches: dict[str, list[bytes]] = {}
         self._incomplete: set[tuple[str, int]] = {
@@ -155,9 +135,20 @@ class SchedulerHalf:
     def _tracker(self, request: Any) -> Tracker:
         tracker = self._trackers.get(request.request_id)
         if tracker is None or tracker.request is not request:
-            tracker = Tracker(request, SaveTracker())
+            options = self._options_of(request)
+            tracker = Tracker(request, SaveTracker(blocked=not options.store), options)
             self._trackers[request.request_id] = tracker
         return tracker
+
+    def _options_of(self, request: Any) -> RequestOptions:
+        adapter = None
+        if self.options.adapter_of is not None:
+            try:
+                adapter = self.options.adapter_of(request)
+            except KVTierError as err:
+                logger.warning("kvtier: request neither served nor stored: %s", err)
+                return RequestOptions(store=False, read=False)
+        return read_options(getattr(request, "kv_transfer_params", None), adapter)
 
     def lookup(self, request: Any, local_tokens: int) -> tuple[int | None, bool]:
         """Answer `get_num_new_matched_tokens`: extra tokens, or None for "ask again"."""
@@ -165,25 +156,75 @@ class SchedulerHalf:
         tracker.local_tokens = local_tokens
         tracker.hit_tokens = local_tokens
         tracker.counted = False
-        if getattr(request, "skip_reading_prefix_cache", False):
-            tracker.reason = MissReason.NOT_READ
-            return 0, False
-        if tracker.failures >= MAX_LOAD_FAILURES:
-            tracker.reason = MissReason.LOAD_FAILED
+        refusal = self._refusal(tracker)
+        if refusal is not None:
+            tracker.reason = refusal
             return 0, False
         if self._indexing() and self._may_ask_again(tracker, INDEX_WAIT_S):
             return None, False
+        hashes = tracker.hashes
         limit = self._lookup.limit_tokens(request.num_tokens)
-        hit = self._lookup.find(request.block_hashes, local_tokens, limit)
+        self._shared.take()
+        hit = self._lookup.find(hashes, local_tokens, limit)
+        if hit.tokens < limit and self._ask_shared(tracker, hashes, hit.tokens, limit):
+            return None, False
         tracker.reason = hit.reason
+        if hit.tokens > local_tokens:
+            hit = self._gated(hashes, local_tokens, hit, tracker)
         if hit.tokens <= local_tokens:
             return 0, False
-        if self._others_load(request.block_hashes, local_tokens, hit.tokens):
-            if self._may_ask_again(tracker, SHARED_LOAD_WAIT_S):
-                return None, False
+        loading = self._others_load(hashes, local_tokens, hit.tokens)
+        if loading and self._may_ask_again(tracker, SHARED_LOAD_WAIT_S):
+            return None, False
         tracker.asked_since_s = None
         tracker.hit_tokens = hit.tokens
         return hit.tokens - local_tokens, True
+
+    def _refusal(self, tracker: Tracker) -> MissReason | None:
+        """Return why this request is not served at all, or None."""
+        skips = getattr(tracker.request, "skip_reading_prefix_cache", False)
+        if skips or not tracker.options.read or self.gate.policy == "never":
+            return MissReason.NOT_READ
+        if tracker.failures >= MAX_LOAD_FAILURES:
+            return MissReason.LOAD_FAILED
+        return None
+
+    def _ask_shared(
+        self, tracker: Tracker, hashes: Sequence[bytes], covered_tokens: int, limit_tokens: int
+    ) -> bool:
+        """Ask the shared tiers once an admission; True while their answer is worth waiting for."""
+        if not self._shared.active:
+            return False
+        ticket = tracker.request.request_id
+        if not tracker.probed:
+            tracker.probed = True
+            tracker.asked_since_s = None
+            if not self._shared.ask(ticket, hashes, covered_tokens, limit_tokens):
+                return False
+        if not self._shared.open(ticket):
+            return False
+        if self._may_ask_again(tracker, self.options.lookup_deadline_s):
+            return True
+        self._shared.forget(ticket)
+        self.counts.add("lookups_late")
+        return False
+
+    def _gated(self, hashes: Sequence[bytes], local_tokens: int, hit: Hit, tracker: Tracker) -> Hit:
+        """Cut a hit to the length that pays."""
+        if self.gate.policy != "auto":
+            return hit
+        spans = self._lookup.sources(hashes, local_tokens, hit.tokens)
+        end = local_tokens
+        for tier, tokens in spans:
+            n = tokens - end
+            if not self.gate.pays(tier, n, int(n * self._bytes_per_token)):
+                self.counts.add("gate_cut_tokens", hit.tokens - end)
+                tracker.reason = MissReason.GATE
+                if end <= local_tokens:
+                    return Hit(local_tokens, MissReason.GATE)
+                return self._lookup.find(hashes, local_tokens, end)
+            end = tokens
+        return hit
 
     def _indexing(self) -> bool:
         return bool(self._incomplete - self._offline)
@@ -207,84 +248,46 @@ class SchedulerHalf:
     def admitted(self, request: Any, blocks: Any, external_tokens: int) -> None:
         """Answer `update_state_after_alloc`: plan the load of exactly ``external_tokens``."""
         tracker = self._tracker(request)
+        tracker.probed = False
         if not tracker.counted:
             self._count_admission(tracker, external_tokens)
         if external_tokens == 0:
             return
-        tokens = tracker.local_tokens + external_tokens
-        pieces = self._lookup.pieces(request.block_hashes, tracker.local_tokens, tokens)
-        job_id = self._next_job_id()
-        tracker.load_job = job_id
-        chunks: list[LoadChunk] = []
-        entries: list[Entry] = []
-        filling: list[bool] = []
-        for piece in pieces or ():
-            self._plan_piece(piece, blocks, chunks, entries, filling)
+        end = tracker.local_tokens + external_tokens
+        pieces = self._lookup.pieces(tracker.hashes, tracker.local_tokens, end)
         if pieces is None:
             logger.error(
                 "kvtier: request %s was promised %d tokens that are gone; it computes them",
                 request.request_id,
                 external_tokens,
             )
-        deadline_s = self.options.deadline_s(external_tokens)
-        job = LoadJob(
+        job_id = self._next_job_id()
+        job = self._load_plans.plan(
             job_id,
             self._generation,
             request.request_id,
-            deadline_s,
-            tuple(chunks),
-            doomed=pieces is None,
+            self._deadline_s(pieces or (), external_tokens),
+            pieces,
+            blocks,
         )
-        self._ledger.open_load(job, entries, filling)
-        self._loads.append(job)
-        self._count_hits(tracker, job, tokens)
+        tracker.load_job = job_id
+        tracker.load_began_s = self._clock()
+        tracker.hits.update(self._load_plans.tokens_by_source(job, external_tokens))
+        for source, n in tracker.hits.items():
+            self.counts.add(f"hit_tokens.{source}", n)
+        self.counts.add("hits")
+        self._touch_chain(job)
 
-    def _plan_piece(
-        self,
-        piece: Piece,
-        blocks: Any,
-        chunks: list[LoadChunk],
-        entries: list[Entry],
-        filling: list[bool],
-    ) -> None:
-        """Add the load of one record's needed blocks; pins what it uses."""
-        table = blocks.blocks[piece.group_id]
-        last = piece.first_block + piece.n_blocks
-        wanted = [
-            i
-            for i in range(piece.first_block, last)
-            if not table[i].is_null and table[i].block_hash is None
-        ]
-        if not wanted:
-            return
-        first, n = wanted[0], wanted[-1] - wanted[0] + 1
-        assert n == len(wanted), f"group {piece.group_id}: blocks to fill are not a run"
-        entry = self.catalog.get(piece.key)
-        assert entry is not None
-        source = self.catalog.source_of(entry)
-        assert source is not None
-        pages, fills = None, False
-        if source == RAM:
-            self.catalog.pin(entry)
-            pages = entry.pages
-        elif self.options.promote:
-            fills = self.catalog.begin_promote(piece.key, piece.stored_blocks) is not None
-            pages = entry.pages if fills else None
-        chunks.append(
-            LoadChunk(
-                piece.key,
-                piece.group_id,
-                piece.start_tokens,
-                piece.end_tokens,
-                source,
-                piece.stored_blocks,
-                first - piece.stored_block,
-                np.array([table[i].block_id for i in wanted], dtype=np.int64),
-                pages,
-            )
-        )
-        entries.append(entry)
-        filling.append(fills)
+    def _deadline_s(self, pieces: Sequence[Piece], n_tokens: int) -> float:
+        if self.options.deadline_s is not None:
+            return self.options.deadline_s
+        n_bytes: dict[str, int] = {}
+        for piece in pieces:
+            source = self.catalog.source(piece.key)
+            if source is not None:
+                size = self.geometry.group(piece.group_id).padded_block_bytes
+                n_bytes[source] = n_bytes.get(source, 0) + piece.stored_blocks * size
+        return self.gate.deadline_s(n_bytes, n_tokens)
 
     def _count_admission(self, tracker: Tracker, external_tokens: int) -> None:
         tracker.counted = True
@@ -301,31 +304,6 @@ class SchedulerHalf:
         if tracker.reason is not MissReason.NONE:
             self.counts.add(f"misses.{tracker.reason.value}")
 
-    def _count_hits(self, tracker: Tracker, job: LoadJob, tokens: int) -> None:
-        """Charge the hit's tokens to the tiers that serve its first group's chunks."""
-        n_by_source: Counter[str] = Counter()
-        lead = self.geometry.groups[0].group_id
-        for group in self.geometry.groups:
-            if any(c.group == group.group_id for c in job.chunks) and group.window_tokens is None:
-                lead = group.group_id
-                break
-        size = self.geometry.group(lead).block_tokens
-        for chunk in job.chunks:
-            if chunk.group == lead:
-                n_by_source[chunk.source] += len(chunk.blocks) * size
-        left = tokens - tracker.local_tokens
-        for source, n in n_by_source.most_common():
-            charged = min(n, left)
-            left -= charged
-            tracker.hits[source] = charged
-        if left and tracker.hits:
-            source = next(iter(tracker.hits))
-            tracker.hits[source] += left
-        for source, n in tracker.hits.items():
-            self.counts.add(f"hit_tokens.{source}", n)
-        self.counts.add("hits")
-        self._touch_chain(job)
-
     def _touch_chain(self, job: LoadJob) -> None:
         keys = [chunk.key for chunk in reversed(job.chunks)]
         self.catalog.touch(keys)
@@ -338,11 +316,12 @@ class SchedulerHalf:
         if tracker is None or tracker.request is not request:
             return
         del self._trackers[request.request_id]
+        self._shared.forget(request.request_id)
         if tracker.load_job is not None:
             self._cancels.append(tracker.load_job)
             return
         if engine_api.finished_normally(request):
-            self._saves.plan_finish(request, tracker.save, block_ids)
+            self._saves.plan_finish(request, tracker.hashes, tracker.save, block_ids)
 
     def partial_tail(
         self,
@@ -351,12 +330,16 @@ class SchedulerHalf:
         offers: Sequence[tuple[int, int, int]],
     ) -> None:
         """Answer `register_finished_partial_tail`: keep the states at a finished prompt's end."""
-        self._saves.plan_states(request, block_ids, offers)
+        tracker = self._trackers.get(request.request_id)
+        if tracker is not None and tracker.request is request:
+            self._saves.plan_states(tracker.hashes, tracker.save, block_ids, offers)
 
     # -- each step -----------------------------------------------------------
 
     def build_plan(self, scheduler_output: Any) -> Plan:
         """Answer `build_connector_meta`."""
+        n_tokens = scheduler_output.total_num_scheduled_tokens
+        self.gate.note_step(self._clock(), n_tokens)
         fresh = self._open_namespace()
         if self._namespace is not None:
             offers = engine_api.boundary_offloads(scheduler_output)
@@ -368,22 +351,25 @@ class SchedulerHalf:
                 tracker = self._trackers.get(request_id)
                 table = engine_api.block_table(scheduler_output, request_id)
                 if tracker is not None and table is not None:
-                    self._saves.plan_states(tracker.request, table, states)
+                    self._saves.plan_states(tracker.hashes, tracker.save, table, states)
+            self._saves.plan_write_back()
         plan = Plan(
-            idle=scheduler_output.total_num_scheduled_tokens == 0,
+            idle=n_tokens == 0,
             namespace=fresh,
             saves=self._saves.take(),
-            loads=tuple(self._loads),
+            loads=self._load_plans.take(),
             cancels=tuple(self._cancels),
             touches=tuple((tier, tuple(keys)) for tier, keys in self._touches.items()),
         )
-        self._loads, self._cancels, self._touches = [], [], {}
+        self._cancels, self._touches = [], {}
         return plan
 
     def _open_namespace(self) -> NamespaceInfo | None:
         if self._namespace is not None:
             return None
         self._namespace = self._namespace_of(self._generation)
+        if self._namespace is not None and self.options.open_probers is not None:
+            self._shared.set_probers(self.options.open_probers(self._namespace))
         return self._namespace
 
     def _plan_saves(self, scheduler_output: Any, tracker: Tracker, n_scheduled: int) -> None:
@@ -393,7 +379,7 @@ class SchedulerHalf:
             return
         table = engine_api.block_table(scheduler_output, request.request_id)
         if table is not None:
-            self._saves.plan_chunks(request, tracker.save, table, valid_tokens)
+            self._saves.plan_chunks(tracker.hashes, tracker.save, table, valid_tokens)
 
     def settle(self, reports: Sequence[RankReport]) -> None:
         """Answer `update_connector_output`: take in what the workers say."""
@@ -422,7 +408,10 @@ class SchedulerHalf:
         tracker = self._trackers.get(outcome.job.request_id)
         if tracker is not None and tracker.load_job == outcome.job.job_id:
             tracker.load_job = None
-            if not outcome.ok:
+            if outcome.ok:
+                took_s = self._clock() - tracker.load_began_s
+                self.gate.note_load(self._load_plans.bytes_by_source(outcome.job), took_s)
+            else:
                 final = {ChunkStatus.DEADLINE, ChunkStatus.COPY_FAILED, ChunkStatus.TIER_DOWN}
                 bad = final.intersection(outcome.statuses)
                 tracker.failures += MAX_LOAD_FAILURES if bad else 1
@@ -455,10 +444,11 @@ class SchedulerHalf:
             tracker.save.blocked = True
         self._generation += 1
         self._namespace = None
+        self._shared.close()
 
     def pending(self) -> bool:
         """Answer `has_pending_push_work`: whether the engine must go on stepping."""
-        if self._ledger.outstanding or self._loads or self._cancels or self._saves.waiting:
+        if self._ledger.outstanding or self._cancels or self._saves.waiting:
             return True
         return self._starting()
 
@@ -499,3 +489,7 @@ class SchedulerHalf:
         values["ram_pages.all"] = catalog.n_pages
         values["pinned_device_blocks"] = self._ledger.pinned_blocks
         return values
+
+    def shutdown(self) -> None:
+        """Stop the probers. Idempotent."""
+        self._shared.close()

@@ -10,7 +10,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from ..storage.jobs import Event, LoadDone, SaveJob
 from ..storage.ram import Arena

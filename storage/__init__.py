@@ -1,0 +1,1 @@
+"""The half that keeps bytes; knows neither vLLM nor torch."""

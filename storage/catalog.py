@@ -15,6 +15,7 @@ from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
+from itertools import islice
 
 import numpy as np
 import numpy.typing as npt
@@ -44,6 +45,7 @@ class Entry:
         masks: for each lower tier, a bit for every rank that holds its record.
         pins: jobs that use the RAM pages now.
         writes: jobs that write this chunk to a lower tier now.
+        span: token range [start, end), where a save has told it.
         used: tick of the last use.
         dead: dropped from the catalog; pages go back with the last pin.
     """
@@ -55,6 +57,7 @@ class Entry:
     masks: list[int] = field(default_factory=list)
     pins: int = 0
     writes: int = 0
+    span: tuple[int, int] | None = None
     used: int = 0
     uses: int = 0
     dead: bool = False
@@ -282,6 +285,14 @@ class Catalog:
         if entry.pages is None and not any(entry.masks) and entry.pins == 0 and entry.writes == 0:
             if self._entries.get(entry.key) is entry:
                 del self._entries[entry.key]
+
+    def room_without_loss(self) -> float:
+        """Return the share of RAM that is free or also on a lower tier and unpinned."""
+        return (len(self._free) + self._spare_pages) / max(1, self.n_pages)
+
+    def oldest_only(self, limit: int) -> list[Entry]:
+        """Return up to ``limit`` unpinned chunks that only RAM holds, oldest first."""
+        return list(islice((e for e in self._only.values() if e.writes == 0), limit))
 
     # -- pins ------------------------------------------------------------
 

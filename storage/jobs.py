@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import IntEnum
-from typing import Union
 
 import numpy as np
 import numpy.typing as npt
@@ -34,7 +33,8 @@ class SaveChunk:
     """One chunk to copy out of the device.
 
     Attributes:
-        blocks: device block ids (n,) int64, in token order.
+        blocks: device block ids (n,) int64, in token order; none where the pages hold
+            the bytes already and are only to be written below.
         pages: RAM page ids (n,) int64, one for each block.
         tiers: names of the lower tiers to write behind.
     """
@@ -153,4 +153,4 @@ class TierNews:
     reset: bool = False  # everything known before is void
 
 
-Event = Union[SaveCopied, SaveRetired, LoadDone, LoadRetired, TierNews]
+Event = SaveCopied | SaveRetired | LoadDone | LoadRetired | TierNews

@@ -98,7 +98,7 @@ class TierLink:
         self._counts.add(f"refusal_began.{self.name}" if is_open else f"refusal_ended.{self.name}")
         if is_open:
             logger.warning(
-                "kvtier: tier %s takes no saves: %s; loads go on, saves are tried again by themselves",
+                "kvtier: tier %s takes no saves: %s; loads go on, saves are tried again",
                 self.name,
                 reason,
             )
@@ -140,7 +140,7 @@ class TierLink:
         """Take a bad record out of sight; best effort."""
         try:
             self.tier.quarantine(key, reason)
-        except Exception as err:  # the record stays forgotten by the catalog
+        except Exception as err:  # noqa: BLE001 - the record stays forgotten by the catalog
             logger.debug("kvtier: quarantine failed: %r", err)
             self._counts.add(f"quarantine_failed.{self.name}")
 
@@ -185,7 +185,7 @@ class TierLink:
     def _probe(self) -> None:
         try:
             self.tier.contains_many([_PROBE_KEY])
-        except Exception as err:
+        except Exception as err:  # noqa: BLE001 - whatever it is, the tier stays off
             self.breaker.failure(str(err))
         else:
             self.breaker.success()

@@ -27,6 +27,7 @@ import numpy as np
 import numpy.typing as npt
 
 from .counts import Counts
+from .errors import KVTierError
 from .jobs import (
     ChunkStatus,
     Event,
@@ -90,6 +91,10 @@ class TransferLimits:
     copy_threads: int = 1
     hang_s: float = 60.0
     links: dict[str, LinkLimits] = field(default_factory=dict)
+
+
+class TransferClosed(KVTierError):  # noqa: N818 - a state, not an error of the caller
+    """The transfer is shutting down; what had not begun is cancelled."""
 
 
 class Staging:
@@ -318,17 +323,20 @@ class Transfer:
     def _save(self, state: _SaveState, after: Any) -> None:
         job = state.job
         begin_s = self._clock()
-        status = ChunkStatus.CANCELLED
         n_bytes = 0
         try:
-            for group in sorted({chunk.group for chunk in job.chunks} if not self._closed else ()):
-                chunks = [chunk for chunk in job.chunks if chunk.group == group]
+            self._refuse_when_closed()
+            for group in sorted({chunk.group for chunk in job.chunks}):
+                chunks = [c for c in job.chunks if c.group == group and len(c.blocks)]
+                if not chunks:
+                    continue  # written back: the pages hold the bytes already
                 blocks = np.concatenate([chunk.blocks for chunk in chunks])
                 pages = np.concatenate([chunk.pages for chunk in chunks])
                 self._mover.save(group, blocks, pages, after).wait(COPY_TIMEOUT_S)
                 n_bytes += len(blocks) * self._block_bytes[group]
-            if n_bytes:
-                status = ChunkStatus.OK
+            status = ChunkStatus.OK
+        except TransferClosed:
+            status = ChunkStatus.CANCELLED
         except Exception:
             logger.exception("kvtier: a copy from the device failed; its chunks are not kept")
             status = ChunkStatus.COPY_FAILED
@@ -337,10 +345,15 @@ class Transfer:
         if status is not ChunkStatus.OK:
             state.planned(0)
             return
-        self.counts.add("save_bytes.ram", n_bytes)
-        self.counts.add("save_chunks.ram", len(job.chunks))
-        self.counts.add("save_s.ram", self._clock() - begin_s)
+        if n_bytes:
+            self.counts.add("save_bytes.ram", n_bytes)
+            self.counts.add("save_chunks.ram", len(job.chunks))
+            self.counts.add("save_s.ram", self._clock() - begin_s)
         self._write_behind(state)
+
+    def _refuse_when_closed(self) -> None:
+        if self._closed:
+            raise TransferClosed
 
     def _write_behind(self, state: _SaveState) -> None:
         offered = 0
@@ -353,7 +366,7 @@ class Transfer:
                 if link is None or not link.writable:
                     self.counts.add(f"save_dropped_chunks.{name}.tier_off")
                     continue
-                n_bytes = len(chunk.blocks) * self._block_bytes[chunk.group]
+                n_bytes = len(chunk.pages) * self._block_bytes[chunk.group]
                 task = partial(self._write, state, i, chunk, link)
                 if link.save_lane.offer(task, n_bytes):
                     offered += 1

@@ -1,0 +1,99 @@
+"""What a request may ask of kvtier, and what keeps its chunks apart from others'.
+
+Options come in `kv_transfer_params`: ``{"kvtier": {"store": false, "read": false,
+"tenant": "name"}}``. LoRA adapters are named in vLLM's block hashes by name and
+path only; here the adapter's content is mixed in as well, so that an adapter
+replaced under its old path shares nothing with the one before.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, overload
+
+logger = logging.getLogger("kvtier.request")
+
+PARAMS_KEY = "kvtier"
+_KNOWN = frozenset({"store", "read", "tenant"})
+
+
+@dataclass(frozen=True, slots=True)
+class RequestOptions:
+    """How one request wants to be treated.
+
+    Attributes:
+        store: keep what it computes.
+        read: serve it from what is kept.
+        salt: mixed into its keys; empty shares with everybody.
+    """
+
+    store: bool = True
+    read: bool = True
+    salt: bytes = b""
+
+
+def read_options(params: Mapping[str, Any] | None, adapter: str | None) -> RequestOptions:
+    """Return the options in a request's `kv_transfer_params`.
+
+    What is not understood makes the request neither read nor stored (and one log
+    line): a tenant's KV is never shared because of a spelling mistake.
+
+    Args:
+        params: `request.kv_transfer_params`.
+        adapter: fingerprint of the LoRA adapter's content, if there is one.
+    """
+    given = (params or {}).get(PARAMS_KEY) or {}
+    store, read, tenant = True, True, None
+    if isinstance(given, Mapping):
+        store, read = given.get("store", True), given.get("read", True)
+        tenant = given.get("tenant")
+    understood = (
+        isinstance(given, Mapping)
+        and _KNOWN.issuperset(given)
+        and isinstance(store, bool)
+        and isinstance(read, bool)
+        and (tenant is None or isinstance(tenant, str))
+    )
+    if not understood:
+        logger.warning(
+            "kvtier: kv_transfer_params %r not understood; use store, read (true or false) and "
+            "tenant (text). The request is neither served from the cache nor stored",
+            PARAMS_KEY,
+        )
+        return RequestOptions(store=False, read=False)
+    if tenant is None and adapter is None:
+        return RequestOptions(store, read)
+    digest = hashlib.blake2b(digest_size=32, person=b"kvtier-salt")
+    for part in (tenant, adapter):
+        text = b"" if part is None else b"+" + part.encode()
+        digest.update(len(text).to_bytes(4, "little") + text)
+    return RequestOptions(store, read, digest.digest())
+
+
+class SaltedHashes(Sequence[bytes]):
+    """A request's block hashes with a salt mixed into each, computed where looked at."""
+
+    def __init__(self, hashes: Sequence[bytes], salt: bytes) -> None:
+        self._hashes = hashes
+        self._salt = salt
+
+    def __len__(self) -> int:
+        return len(self._hashes)
+
+    @overload
+    def __getitem__(self, index: int) -> bytes: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[bytes]: ...
+    def __getitem__(self, index: int | slice) -> bytes | list[bytes]:
+        if isinstance(index, slice):
+            return [self._mix(h) for h in self._hashes[index]]
+        return self._mix(self._hashes[index])
+
+    def __iter__(self) -> Iterator[bytes]:
+        return map(self._mix, self._hashes)
+
+    def _mix(self, block_hash: bytes) -> bytes:
+        return hashlib.blake2b(block_hash, key=self._salt, digest_size=32).digest()

@@ -1,0 +1,61 @@
+"""One request as the scheduler half follows it, and what is set for all of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from .lookup import MissReason
+from .plan import NamespaceInfo
+from .prober import Prober
+from .request_options import RequestOptions, SaltedHashes
+from .save_planner import SaveTracker, WritePolicy
+
+
+@dataclass(slots=True)
+class SchedulerOptions:
+    """What of the configuration concerns this half.
+
+    Attributes:
+        promote: keep chunks loaded from lower tiers in RAM.
+        load_policy: of the gate.
+        deadline_s: fixed deadline of every load; None derives it from measured speed.
+        lookup_deadline_s: longest wait for a shared tier's answer.
+        open_probers: makes the probers of shared tiers for a namespace.
+        adapter_of: fingerprint of a request's LoRA adapter, or None; raises what
+            makes the request unfit for the cache.
+    """
+
+    promote: bool = True
+    load_policy: str = "auto"
+    deadline_s: float | None = None
+    lookup_deadline_s: float = 0.05
+    write: WritePolicy = field(default_factory=WritePolicy)
+    open_probers: Callable[[NamespaceInfo], Sequence[Prober]] | None = None
+    adapter_of: Callable[[Any], str | None] | None = None
+
+
+@dataclass(slots=True)
+class Tracker:
+    """What is known of one request."""
+
+    request: Any
+    save: SaveTracker
+    options: RequestOptions
+    local_tokens: int = 0
+    hit_tokens: int = 0  # promised in the last lookup
+    reason: MissReason = MissReason.NONE
+    failures: int = 0
+    asked_since_s: float | None = None  # since when lookups answer "ask again"
+    probed: bool = False
+    load_job: int | None = None
+    load_began_s: float = 0.0
+    hits: dict[str, int] = field(default_factory=dict)  # tokens by source, last admission
+    counted: bool = False
+
+    @property
+    def hashes(self) -> Sequence[bytes]:
+        """The request's block hashes now, as kvtier keys them."""
+        hashes: Sequence[bytes] = self.request.block_hashes
+        return SaltedHashes(hashes, self.options.salt) if self.options.salt else hashes
