@@ -9,20 +9,26 @@ its modification time is looked at once more: another engine may have used it.
 
 from __future__ import annotations
 
-import contextlib
 import heapq
 import os
 import stat
 from typing import TYPE_CHECKING
 
 from .disk_journal import JournalWriter
-from .disk_layout import CONTROL, QUARANTINE, iter_quarantine, rank_folder, record_path
+from .disk_layout import (
+    CONTROL,
+    QUARANTINE,
+    iter_quarantine,
+    make_folders,
+    rank_folder,
+    record_path,
+)
 from .disk_usage import LockedFile
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
-    from .disk_index import Index
+    from .disk_index import Entry, Index
     from .disk_layout import RecordFile
     from .disk_usage import Usage
 
@@ -137,7 +143,7 @@ class Evictor:
     def _drop_quarantined(self) -> int:
         """Unlink the oldest in quarantine; 0 when it is empty."""
         files = sorted(iter_quarantine(self._root), key=lambda file: file[2])
-        return self._unlink(files[0][0], files[0][1]) if files else 0
+        return self._unlink(files[0][0]) if files else 0
 
     def trim_quarantine(self, capacity_bytes: int) -> None:
         """Keep the quarantine small: the oldest go.
@@ -152,7 +158,7 @@ class Evictor:
                 return
             files = files[1:]
             held -= file_bytes
-            self._unlink(path, file_bytes)
+            self._unlink(path)
 
     def _drop_oldest(self) -> int | None:
         """Evict one record, or learn that it is not the oldest (0); None when there is none."""
@@ -165,7 +171,7 @@ class Evictor:
             return self._drop_other(other)
         if own is None:
             return None
-        return self._drop_own(own[0], own[1].used_at_s)
+        return self._drop_own(*own)
 
     def _others_needed(self, own_oldest_s: float | None) -> bool:
         """Whether what is known of the others cannot tell who is the oldest."""
@@ -179,16 +185,16 @@ class Evictor:
         stale = now_s - others.walked_at_s > _STALE_S
         return stale and (own_oldest_s is None or own_oldest_s > others.walked_at_s)
 
-    def _drop_own(self, key: bytes, known_s: float) -> int:
+    def _drop_own(self, key: bytes, known: Entry) -> int:
         path = record_path(self._folder, key)
         status = _look(path)
         if status is None:
             self._index.discard(key)
             return 0
-        if status.st_mtime > known_s + _MTIME_SLACK_S:
+        if status.st_mtime > known.used_at_s + _MTIME_SLACK_S:
             self._index.used_later(key, status.st_mtime)
             return 0
-        freed = self._unlink(path, _length(status))
+        freed = self._unlink(path, known.file_bytes)
         self._index.discard(key)
         self._journal.append(key)
         return freed
@@ -201,7 +207,7 @@ class Evictor:
         self.others.pop()
         if status is None:
             return 0
-        freed = self._unlink(file.path, _length(status))
+        freed = self._unlink(file.path, file.file_bytes)
         self._journal_of(rank_folder(self._root, file.namespace, file.rank)).append(file.key)
         return freed
 
@@ -210,46 +216,40 @@ class Evictor:
             self._close_journals()
         return self._journals.setdefault(folder, JournalWriter(folder))
 
-    def _unlink(self, path: str, file_bytes: int) -> int:
-        """Unlink a victim; who unlinked it takes it off the counter. Return the bytes freed."""
+    def _unlink(self, path: str, counted_bytes: int | None = None) -> int:
+        """Unlink a victim; return the bytes freed, 0 when somebody else was quicker."""
         try:
-            os.unlink(path)
+            return self._usage.unlink(path, counted_bytes)
         except FileNotFoundError:
             return 0
         except IsADirectoryError:
-            with contextlib.suppress(OSError):
-                os.rmdir(path)
-                return 0
-            raise
-        self._usage.removed(file_bytes)
-        return file_bytes
+            remove_all(path)
+            return 0
 
-    def quarantine(self, path: str, name: str, known_bytes: int | None) -> None:
-        """Move whatever lies at ``path`` out of sight, or remove it.
+    def quarantine(self, path: str, name: str, counted_bytes: int | None) -> bool:
+        """Move a damaged record out of sight, or remove what is none; return whether it was one.
 
         Args:
-            path: the damaged record.
+            path: where it lies.
             name: file name in quarantine.
-            known_bytes: what the counter was told of it, or None.
+            counted_bytes: what the counter was told of it, or None.
 
         Raises:
             TierUnavailable, OSError: it is still there.
         """
         status = _look(path)
         if status is None:
-            return
+            return True
+        if not stat.S_ISREG(status.st_mode):
+            remove_all(path)
+            return False
+        if counted_bytes is not None and status.st_size > counted_bytes:
+            self._unlink(path, counted_bytes)  # grown behind our back: no room is reserved for it
+            return True
         folder = f"{self._root}/{QUARANTINE}"
-        counted = known_bytes if known_bytes is not None else _length(status)
-        if not stat.S_ISREG(status.st_mode) or status.st_size > counted:
-            # Not a record of ours, or grown behind our back: keep no more than was counted.
-            _remove(path)
-            self._usage.removed(counted)
-            return
-        with contextlib.suppress(FileExistsError):
-            os.mkdir(folder, 0o700)
+        make_folders(folder)
         os.rename(path, f"{folder}/{name}")
-        if counted > status.st_size:
-            self._usage.removed(counted - status.st_size)
+        return status.st_size == counted_bytes
 
     def _close_journals(self) -> None:
         for journal in self._journals.values():
@@ -269,11 +269,7 @@ def _look(path: str) -> os.stat_result | None:
         return None
 
 
-def _length(status: os.stat_result) -> int:
-    return status.st_size if stat.S_ISREG(status.st_mode) else 0
-
-
-def _remove(path: str) -> None:
+def remove_all(path: str) -> None:
     """Remove a file, a device node, or a folder with all that is in it."""
     try:
         os.unlink(path)

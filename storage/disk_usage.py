@@ -21,6 +21,7 @@ import errno
 import fcntl
 import os
 import secrets
+import stat
 import struct
 import threading
 import time
@@ -35,7 +36,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 _MAGIC = b"KVTUSE1\n"
-_COUNTER = struct.Struct("<8sQQQ")  # magic, used, committed in all, removed in all
+_COUNTER = struct.Struct("<8sQQ")  # magic, bytes used, bytes ever committed
 _INFLIGHT = struct.Struct("<Q")
 _LOCK_TIMEOUT_S = 5.0
 _FLAGS = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
@@ -197,7 +198,7 @@ class Owner:
         return living, inflight_bytes
 
 
-class UsageUnknown(Exception):  # noqa: N818 - a state, not an error of the caller
+class UsageUnknown(Exception):
     """The counter is missing or damaged; a recount is needed."""
 
 
@@ -217,11 +218,11 @@ class Usage:
             UsageUnknown, TierUnavailable, OSError.
         """
         with self._file.locked() as fd:
-            used, committed, removed = self._load(fd)
+            used, committed = self._load(fd)
             over = used + file_bytes - capacity_bytes
             if over > 0:
                 return over
-            self._store(fd, used + file_bytes, committed, removed)
+            self._store(fd, used + file_bytes, committed)
             self._owner.add_inflight(file_bytes)
             return 0
 
@@ -230,27 +231,42 @@ class Usage:
         with self._file.locked() as fd:
             self._owner.add_inflight(-file_bytes)
             with contextlib.suppress(UsageUnknown):
-                used, committed, removed = self._load(fd)
-                self._store(fd, used, committed + file_bytes, removed)
+                used, committed = self._load(fd)
+                self._store(fd, used, committed + file_bytes)
 
     def cancel(self, file_bytes: int) -> None:
         """Give a reservation back; the file is gone."""
         with self._file.locked() as fd:
             self._owner.add_inflight(-file_bytes)
             with contextlib.suppress(UsageUnknown):
-                used, committed, removed = self._load(fd)
-                self._store(fd, max(0, used - file_bytes), committed, removed)
+                used, committed = self._load(fd)
+                self._store(fd, max(0, used - file_bytes), committed)
 
-    def removed(self, file_bytes: int) -> int:
-        """Say that a file was unlinked by this process; return the bytes now used."""
+    def unlink(self, path: str, counted_bytes: int | None = None) -> int:
+        """Unlink a file and take it off the counter; return the bytes taken off.
+
+        In one go under the lock: a recount that did not see the file any more must not end
+        before it is taken off, or it would be taken off twice.
+
+        Args:
+            path: the file.
+            counted_bytes: what was reserved for it; a file that grew since frees no more.
+
+        Raises:
+            FileNotFoundError: somebody else removed it.
+            IsADirectoryError: it is a folder.
+            TierUnavailable, OSError.
+        """
         with self._file.locked() as fd:
-            try:
-                used, committed, removed = self._load(fd)
-            except UsageUnknown:
-                return 0
-            used = max(0, used - file_bytes)
-            self._store(fd, used, committed, removed + file_bytes)
-            return used
+            status = os.lstat(path)
+            os.unlink(path)
+            freed = status.st_size if stat.S_ISREG(status.st_mode) else 0
+            if counted_bytes is not None:
+                freed = min(freed, counted_bytes)
+            with contextlib.suppress(UsageUnknown):
+                used, committed = self._load(fd)
+                self._store(fd, max(0, used - freed), committed)
+            return freed
 
     def used_bytes(self) -> int:
         """Return the bytes used and reserved by all.
@@ -276,26 +292,26 @@ class Usage:
         """
         with self._file.locked() as fd:
             try:
-                _, committed, removed = self._load(fd)
+                _, committed = self._load(fd)
             except UsageUnknown:
-                committed = removed = 0
+                committed = 0
             _, inflight_bytes = self._owner.others()
             during = max(0, committed - mark) if mark >= 0 else committed
-            self._store(fd, found_bytes + during + inflight_bytes, committed, removed)
+            self._store(fd, found_bytes + during + inflight_bytes, committed)
 
-    def _load(self, fd: int) -> tuple[int, int, int]:
+    def _load(self, fd: int) -> tuple[int, int]:
         data = os.pread(fd, _COUNTER.size + 8, 0)
         counter = data[: _COUNTER.size]
         if len(data) != _COUNTER.size + 8 or xxhash.xxh3_64_digest(counter) != data[-8:]:
             raise UsageUnknown
-        magic, used, committed, removed = _COUNTER.unpack(counter)
+        magic, used, committed = _COUNTER.unpack(counter)
         if magic != _MAGIC:
             raise UsageUnknown
         self.last_used_bytes = used
-        return used, committed, removed
+        return used, committed
 
-    def _store(self, fd: int, used: int, committed: int, removed: int) -> None:
-        counter = _COUNTER.pack(_MAGIC, used, committed, removed)
+    def _store(self, fd: int, used: int, committed: int) -> None:
+        counter = _COUNTER.pack(_MAGIC, used, committed)
         os.pwrite(fd, counter + xxhash.xxh3_64_digest(counter), 0)
         self.last_used_bytes = used
 

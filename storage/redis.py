@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import xxhash
 
-from .codec import encode
+from .codec import codec_of, encode
 from .errors import (
     DamageReason,
     RecordDamaged,
@@ -28,7 +28,7 @@ from .errors import (
     TierUnavailable,
 )
 from .key import NAMESPACE_BYTES
-from .record import CodecId, Header, payload_checksum
+from .record import Header
 from .redis_ask import Question, ask, suspecting
 from .redis_layout import GENERATION_BYTES, HEAD_BYTES, Head, Names, parse_head
 from .redis_record import Place, StripeGoneError, read_record, write_record
@@ -47,6 +47,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 _MAX_CHANGES = 1 << 16
 _HOPS = 3
+_TRIES = 8  # of a record that is replaced again and again while it is read
 _BATCH_KEYS = 256
 _DESCRIBE_EVERY_S = 3600.0
 
@@ -62,7 +63,7 @@ class RedisTier(Tier):
         settings: server and manners (`kvtier.storage.redis_url`).
         namespace: 16 bytes, the fingerprint of what changes the bytes.
         rank: whose bytes these are.
-        codec: what to try on payloads.
+        codec: what to try on payloads: raw, lz4 or zstd.
         item_bytes: bytes of one value, for the codec.
         description: plain words about the namespace, kept beside it for tools.
         clock: Unix time.
@@ -77,7 +78,7 @@ class RedisTier(Tier):
         namespace: bytes,
         rank: int,
         *,
-        codec: CodecId = CodecId.RAW,
+        codec: str = "raw",
         item_bytes: int = 2,
         description: Mapping[str, Any] | None = None,
         name: str = "redis",
@@ -89,7 +90,7 @@ class RedisTier(Tier):
         self.settings = settings
         self._namespace = namespace
         self._rank = rank
-        self._codec = codec
+        self._codec = codec_of(codec)
         self._item_bytes = item_bytes
         self._description = json.dumps(description, sort_keys=True) if description else ""
         self._clock = clock
@@ -129,7 +130,7 @@ class RedisTier(Tier):
                 item_bytes=self._item_bytes,
                 raw_bytes=spec.raw_bytes,
                 stored_bytes=encoded.stored_bytes,
-                payload_checksum=payload_checksum(encoded.parts),
+                payload_checksum=bytes(16),  # taken on the way
                 created_us=int(self._clock() * 1e6),
             ),
             self._draw(GENERATION_BYTES),
@@ -139,7 +140,7 @@ class RedisTier(Tier):
             written = self._transfer(
                 spec.key,
                 lambda wire: write_record(
-                    wire, self._place, spec, head, encoded.parts, replace=replace
+                    wire, self._place, spec, head, encoded.parts, overwrite=replace
                 ),
             )
         except MigratingError as error:
@@ -155,21 +156,23 @@ class RedisTier(Tier):
     def get(self, spec: RecordSpec, into: Buffers) -> int:
         """Read a record; see `Tier.get`. Bytes of a raw record go from the socket to ``into``."""
         assert sum(len(part) for part in into) == spec.raw_bytes
+        gone: StripeGoneError | None = None
         try:
-            try:
-                return self._read(spec, into)
-            except StripeGoneError:
-                return self._read(spec, into)  # replaced while we read, perhaps
-        except StripeGoneError as error:
-            raise RecordDamaged(DamageReason.TRUNCATED, str(error)) from None
+            for _try in range(_TRIES):
+                try:
+                    return self._transfer(
+                        spec.key, lambda wire: read_record(wire, self._place, spec, into)
+                    )
+                except StripeGoneError as error:
+                    if gone is not None and gone.generation == error.generation:
+                        break
+                    gone = error  # replaced while we read, perhaps: look again
+            raise RecordDamaged(DamageReason.TRUNCATED, str(gone))
         except MigratingError:
             raise RecordMissing("its slot is moving between nodes") from None
         except RecordMissing:
             self._note(spec.key, there=False)
             raise
-
-    def _read(self, spec: RecordSpec, into: Buffers) -> int:
-        return self._transfer(spec.key, lambda wire: read_record(wire, self._place, spec, into))
 
     def _transfer(self, key: bytes, work: Callable[[Wire], T]) -> T:
         """Run ``work`` on a payload connection to the server of ``key``."""
@@ -286,7 +289,7 @@ class RedisTier(Tier):
         for node in self._servers.nodes():
             try:
                 deleted += unlink_all(self._servers, node, self._names.all_pattern)
-            except TierError as error:  # noqa: PERF203 - one node's trouble does not spare the rest
+            except TierError as error:
                 trouble.append(str(error))
         if trouble:
             raise TierUnavailable(

@@ -6,7 +6,7 @@ stripes, so that neither side piles up more.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import xxhash
@@ -19,17 +19,23 @@ from .redis_wire import ServerError, command, raise_error
 from .tier import PutResult
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
+    from typing import Any
 
     from .redis_wire import Answer, Wire
     from .tier import Buffers, RecordSpec
 
 WINDOW_STRIPES = 3
+PIECE_BYTES = 1 << 20  # hashed while the processor's cache holds it
 _UNFINISHED_MS = 600_000  # stripes whose head never came vanish by themselves
 
 
 class StripeGoneError(Exception):
     """A stripe that the head promises is not there (the record may just have been replaced)."""
+
+    def __init__(self, generation: bytes, text: str) -> None:
+        super().__init__(text)
+        self.generation = generation
 
 
 @dataclass(frozen=True)
@@ -88,7 +94,7 @@ def read_record(wire: Wire, place: Place, spec: RecordSpec, into: Buffers) -> in
 
 
 def _read_stripes(wire: Wire, place: Place, head: Head, into: Buffers) -> None:
-    """Fill ``into`` with the stored payload; hash each stripe while the next arrives."""
+    """Fill ``into`` with the stored payload, hashed as it arrives."""
     key = head.header.key
     names = place.names.stripes(key, head)
     first = names[: WINDOW_STRIPES - 1]
@@ -101,15 +107,17 @@ def _read_stripes(wire: Wire, place: Place, head: Head, into: Buffers) -> None:
             if isinstance(size, ServerError):
                 raise_error(size, place.where)
             if size is None:
-                raise StripeGoneError(f"stripe {number} of {head.stripes} is gone")
+                text = f"stripe {number} of {head.stripes} is gone"
+                raise StripeGoneError(head.generation, text)
             _check_size(size, head.bytes_of(number))
-        wire.read_into(views)
+        for piece in cut(views, PIECE_BYTES):
+            wire.read_into(piece)
+            for view in piece:
+                digest.update(view)
         wire.bulk_end()
         ahead = number + WINDOW_STRIPES
         if ahead < head.stripes:
             wire.send([command(b"GET", names[ahead - 1])], 1)
-        for view in views:
-            digest.update(view)
     if digest.digest() != head.header.payload_checksum:
         raise RecordDamaged(DamageReason.PAYLOAD, "payload checksum differs")
 
@@ -127,9 +135,11 @@ def write_record(
     head: Head,
     parts: Sequence[bytes | memoryview],
     *,
-    replace: bool,
+    overwrite: bool,
 ) -> Written:
     """Write ``parts`` as the record that ``head`` describes, unless an intact one is there.
+
+    The payload's checksum is taken on the way; that of ``head`` is not looked at.
 
     Raises:
         TierRefused, TierUnavailable: nothing of it can be seen; what was
@@ -140,11 +150,10 @@ def write_record(
     found = _ask(wire, [command(b"GETRANGE", names.head(spec.key), 0, HEAD_BYTES - 1)])[0]
     if isinstance(found, ServerError) and found.code != "WRONGTYPE":
         raise_error(found, place.where, writing=True)
-    if not replace and isinstance(found, bytes) and _looks_intact(wire, place, spec, found):
+    if not overwrite and isinstance(found, bytes) and _looks_intact(wire, place, spec, found):
         return Written(PutResult.EXISTS)
     try:
-        first = _send_stripes(wire, place, head, parts)
-        return _commit(wire, place, head, first, fresh=found == b"" and not replace)
+        return _write(wire, place, head, parts, fresh=found == b"" and not overwrite)
     except TierError:
         if not wire.broken:
             _drop(wire, names.stripes(spec.key, head))
@@ -162,78 +171,99 @@ def _looks_intact(wire: Wire, place: Place, spec: RecordSpec, found: bytes) -> b
     return not names or _ask(wire, [command(b"EXISTS", *names)])[0] == len(names)
 
 
-def _send_stripes(
-    wire: Wire, place: Place, head: Head, parts: Sequence[bytes | memoryview]
-) -> list[memoryview]:
-    """Send all stripes but the first, which is returned; ends at the first refusal."""
-    key, ttl_s = head.header.key, place.ttl_s
-    # stripes outlive their head, never the other way round
-    life_ms = _UNFINISHED_MS + (int(ttl_s * 1000) if ttl_s is not None else 0)
-    after = b"\r\n" + _bulk(b"PX") + _bulk(b"%d" % life_ms)
-    stripes = cut(parts, head.stripe_bytes)
-    first = next(stripes)
-    refusal: ServerError | None = None
-    for number, views in enumerate(stripes, 1):
-        before = b"*5\r\n$3\r\nSET\r\n%b$%d\r\n" % (
-            _bulk(place.names.stripe(key, head.generation, number)),
-            head.bytes_of(number),
-        )
-        wire.send([before, *views, after], 1)
-        if wire.pending >= WINDOW_STRIPES:
-            refusal = _error(wire.answer())
-            if refusal is not None:
-                break
-    while wire.pending:
-        refusal = _error(wire.answer()) or refusal
-    if refusal is not None:
-        raise_error(refusal, place.where, writing=True)
-    return first
-
-
-def _commit(
-    wire: Wire, place: Place, head: Head, first: list[memoryview], *, fresh: bool
+def _write(
+    wire: Wire,
+    place: Place,
+    head: Head,
+    parts: Sequence[bytes | memoryview],
+    *,
+    fresh: bool,
 ) -> Written:
-    """Write the head, from where on the record is there.
+    """Send the stripes, then the head, from where on the record is there.
 
-    A ``fresh`` one yields to a writer that was quicker; any other takes the
+    A ``fresh`` head yields to a writer that was quicker; any other takes the
     place of what is there, whose stripes are then deleted.
     """
+    stripes = cut(parts, head.stripe_bytes)
+    first = next(stripes)
+    digest = xxhash.xxh3_128()
+    for view in first:
+        digest.update(view)
+    refusal, lead = _send_stripes(wire, place, head, stripes, digest)
+    owed = wire.pending
+    asked = 0
+    if refusal is None:
+        header = replace(head.header, payload_checksum=digest.digest())
+        before, after, asked = _head_commands(place, head, fresh=fresh)
+        wire.send([lead + before, replace(head, header=header).pack(), *first, after], asked)
+    answers = [wire.answer() for _ in range(owed + asked)]
+    last = answers[-1] if answers else None
+    every = [refusal, *answers, *(last if isinstance(last, list) else [])]
+    # the head that MULTI read may be of a foreign type, which is why it is replaced
+    errors = [error for error in map(_error, every) if error and error.code != "WRONGTYPE"]
+    kept = answers[owed:][: head.stripes - 1] if place.ttl_s is None else []
+    written = last == b"OK" or (isinstance(last, list) and last[-1:] == [b"OK"])
+    if asked and written and (errors or any(answer != 1 for answer in kept)):
+        _drop(wire, [place.names.head(head.header.key)])
+    if errors:
+        raise_error(errors[0], place.where, writing=True)
+    if any(answer != 1 for answer in kept):
+        raise TierRefused(f"redis {place.where}: evicts stripes before their record is whole")
+    if fresh and last is None:
+        _drop(wire, place.names.stripes(head.header.key, head))
+        return Written(PutResult.EXISTS)
+    old = last[0] if isinstance(last, list) and last else b""
+    if old == b"":
+        return Written(PutResult.STORED)
+    return Written(PutResult.STORED, _drop_replaced(wire, place, head, old))
+
+
+def _send_stripes(
+    wire: Wire, place: Place, head: Head, stripes: Iterator[list[memoryview]], digest: Any
+) -> tuple[ServerError | None, bytes]:
+    """Send all stripes but the first, hashing on the way; end at the first refusal.
+
+    Returns that refusal, and the bytes to send next: the end of the last stripe.
+    """
+    # stripes outlive their head, never the other way round
+    life_ms = _UNFINISHED_MS + (int(place.ttl_s * 1000) if place.ttl_s is not None else 0)
+    after = b"\r\n" + _bulk(b"PX") + _bulk(b"%d" % life_ms)
+    lead = b""
+    for number, views in enumerate(stripes, 1):
+        name = place.names.stripe(head.header.key, head.generation, number)
+        lead += b"*5\r\n$3\r\nSET\r\n%b$%d\r\n" % (_bulk(name), head.bytes_of(number))
+        for piece in cut(views, PIECE_BYTES):
+            for view in piece:
+                digest.update(view)
+            wire.send([lead, *piece], 0)
+            lead = b""
+        wire.pending += 1
+        lead = after
+        if wire.pending > WINDOW_STRIPES:
+            refusal = _error(wire.answer())
+            if refusal is not None:
+                wire.send([lead], 0)
+                return refusal, b""
+    return None, lead
+
+
+def _head_commands(place: Place, head: Head, *, fresh: bool) -> tuple[bytes, bytes, int]:
+    """Return what is sent before and after the head's value, and how many answers it asks for."""
     key = head.header.key
-    name, names = place.names.head(key), place.names.stripes(key, head)
-    keep = names if place.ttl_s is None else []
+    name = place.names.head(key)
+    keep = place.names.stripes(key, head) if place.ttl_s is None else []
     options = [b"NX"] if fresh else []
     if place.ttl_s is not None:
         options += [b"PX", b"%d" % int(place.ttl_s * 1000)]
     before = [command(b"PERSIST", stripe) for stripe in keep]
     if not fresh:
         before += [command(b"MULTI"), command(b"GETRANGE", name, 0, HEAD_BYTES - 1)]
-    before.append(
-        b"*%d\r\n$3\r\nSET\r\n%b$%d\r\n"
-        % (3 + len(options), _bulk(name), HEAD_BYTES + head.bytes_of(0))
-    )
-    after = [b"\r\n", *(_bulk(option) for option in options)]
+    value_bytes = HEAD_BYTES + head.bytes_of(0)
+    before.append(b"*%d\r\n$3\r\nSET\r\n%b$%d\r\n" % (3 + len(options), _bulk(name), value_bytes))
+    after = b"\r\n" + b"".join(_bulk(option) for option in options)
     if not fresh:
-        after.append(command(b"EXEC"))
-    asked = len(keep) + (1 if fresh else 4)
-    wire.send([b"".join(before), head.pack(), *first, b"".join(after)], asked)
-    answers = [wire.answer() for _ in range(asked)]
-    last = answers[-1]
-    every = [*answers, *(last if isinstance(last, list) else [])]
-    # the head that MULTI read may be of a foreign type, which is why it is replaced
-    errors = [error for error in map(_error, every) if error and error.code != "WRONGTYPE"]
-    error = errors[0] if errors else None
-    if error is not None:
-        raise_error(error, place.where, writing=True)
-    if any(kept != 1 for kept in answers[: len(keep)]):
-        _drop(wire, [name])
-        raise TierRefused(f"redis {place.where}: evicts stripes before their record is whole")
-    if fresh and last is None:
-        _drop(wire, names)
-        return Written(PutResult.EXISTS)
-    old = last[0] if isinstance(last, list) and last else b""
-    if old == b"":
-        return Written(PutResult.STORED)
-    return Written(PutResult.STORED, _drop_replaced(wire, place, head, old))
+        after += command(b"EXEC")
+    return b"".join(before), after, len(keep) + (1 if fresh else 4)
 
 
 def _drop_replaced(wire: Wire, place: Place, head: Head, old: Answer) -> int:

@@ -34,7 +34,7 @@ MIB = 1 << 20
 DEFAULT_PORT = 6379
 DEFAULT_SENTINEL_PORT = 26379
 DEFAULT_TTL_S = 7 * 86400.0
-_MIN_STRIPE_BYTES = 64 << 10
+_MIN_STRIPE_BYTES = 4 << 10
 _MAX_STRIPE_BYTES = 256 << 20  # Redis ends at 512 MiB a value
 _SIZES = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "ki": 1 << 10, "mi": 1 << 20, "gi": 1 << 30}
 _TIMES = {"": 1.0, "ms": 1e-3, "s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
@@ -292,7 +292,7 @@ def _checked(settings: RedisSettings) -> RedisSettings:
         (not settings.prefix or bool(re.search(r"[{}\s]", settings.prefix)),
          f"prefix: {settings.prefix!r} {prefix_help}"),
         (not _MIN_STRIPE_BYTES <= settings.stripe_bytes <= _MAX_STRIPE_BYTES,
-         f"stripe: {settings.stripe_bytes} bytes; expected 64KiB to 256MiB"),
+         f"stripe: {settings.stripe_bytes} bytes; expected 4KiB to 256MiB"),
         (not 1 <= settings.connections <= 64,
          f"connections: {settings.connections}; expected 1 to 64"),
         (settings.timeout_s <= 0, f"timeout: {settings.timeout_s} s; expected more than 0"),
