@@ -47,7 +47,7 @@ class Case:
             self.spans.append(rng.randint(1, most // self.unit) * self.unit)
         region = [
             Region(f"layers.{i}", b - self.bases[0], s, n)
-            for i, (b, s, n) in enumerate(zip(self.bases, self.strides, self.lengths, strict=False))
+            for i, (b, s, n) in enumerate(zip(self.bases, self.strides, self.lengths, strict=True))
         ]
         group = GroupGeometry(3, GroupKind.FULL, self.block, None, tuple(region))
         geometry = Geometry(
@@ -61,7 +61,7 @@ class Case:
     def scalar_blocks(self) -> list[list[int]]:
         """Block ids of each chunk, by walking token by token."""
         out = []
-        for start, span in zip(self.starts, self.spans, strict=False):
+        for start, span in zip(self.starts, self.spans, strict=True):
             ids = []
             for token in range(start, start + span):
                 index = token // self.block
@@ -76,7 +76,7 @@ class Case:
             (base + block_id * stride, length)
             for chunk in self.scalar_blocks()
             for block_id in chunk
-            for base, stride, length in zip(self.bases, self.strides, self.lengths, strict=False)
+            for base, stride, length in zip(self.bases, self.strides, self.lengths, strict=True)
         ]
 
 
@@ -106,9 +106,8 @@ def test_addresses_equal_the_scalar_reference(seed: int) -> None:
     lengths = case.database.lengths(plan)
     assert addresses.dtype == lengths.dtype == np.uint64
     assert addresses.shape == (plan.n_blocks, len(case.bases))
-    pairs = [
-        (a, n) for row in addresses.tolist() for a, n in zip(row, lengths.tolist(), strict=False)
-    ]
+    row = lengths.tolist()
+    pairs = [(a, n) for some in addresses.tolist() for a, n in zip(some, row, strict=True)]
     assert pairs == case.scalar_ranges()
     iovecs = case.database.iovecs(plan)
     assert [tuple(pair) for pair in iovecs.tolist()] == merge(case.scalar_ranges())
