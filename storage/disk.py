@@ -121,9 +121,7 @@ class DiskTier(Tier):
         self._owner = Owner(self._root)
         self._usage = Usage(self._root, self._owner)
         self._journal = JournalWriter(self._folder)
-        self._keeper = Keeper(
-            self._root, self._folder, self._index, self._usage, self._owner, clock
-        )
+        self._keeper = Keeper(self._root, self._folder, self._index, self._usage, self._owner)
         self._evictor = Evictor(
             self._root,
             self._folder,

@@ -12,6 +12,7 @@ from __future__ import annotations
 import heapq
 import os
 import stat
+import time
 from typing import TYPE_CHECKING
 
 from .disk_journal import JournalWriter
@@ -36,7 +37,8 @@ _KEEP_OTHERS = 4096
 _MTIME_SLACK_S = 0.001  # rounding of times on their way through a file system
 _MAX_QUARANTINED = 32
 _QUARANTINE_SHARE = 16  # of the capacity, at most one part in this
-_STALE_S = 60.0
+_STALE_S = 1.0
+_WALK_SPACING = 20.0
 
 
 class OldestOthers:
@@ -46,10 +48,12 @@ class OldestOthers:
         """Know nothing: a walk is needed before anything is evicted."""
         self._heap: list[tuple[float, str, RecordFile]] = []
         self.all_kept = False
-        self.walked_at_s = float("-inf")
+        self.walked_at_s: float | None = None  # monotonic time when the walk began
+        self.walk_s = 0.0
 
-    def replace(self, files: Iterable[RecordFile], now_s: float) -> None:
-        """Keep the oldest of ``files``; they are consumed one by one."""
+    def replace(self, files: Iterable[RecordFile]) -> None:
+        """Keep the oldest of ``files``; they are consumed one by one, as the walk finds them."""
+        began_s = time.monotonic()
         kept: list[tuple[float, str, RecordFile]] = []
         all_kept = True
         for file in files:
@@ -61,7 +65,8 @@ class OldestOthers:
                 heapq.heappushpop(kept, item)
         heap = [(file.used_at_s, path, file) for _, path, file in kept]
         heapq.heapify(heap)
-        self._heap, self.all_kept, self.walked_at_s = heap, all_kept, now_s
+        self._heap, self.all_kept = heap, all_kept
+        self.walked_at_s, self.walk_s = began_s, time.monotonic() - began_s
 
     def oldest(self) -> RecordFile | None:
         """Return the oldest that is left."""
@@ -162,28 +167,30 @@ class Evictor:
 
     def _drop_oldest(self) -> int | None:
         """Evict one record, or learn that it is not the oldest (0); None when there is none."""
-        own = self._index.oldest()
-        if self._others_needed(own[1].used_at_s if own else None):
+        own, other = self._index.oldest(), self.others.oldest()
+        if self._walk_first(own[1].used_at_s if own else None):
             self._walk()
-            own = self._index.oldest()
-        other = self.others.oldest()
+            own, other = self._index.oldest(), self.others.oldest()
         if other is not None and (own is None or self.others.oldest_used_at_s() < own[1].used_at_s):
             return self._drop_other(other)
         if own is None:
             return None
         return self._drop_own(*own)
 
-    def _others_needed(self, own_oldest_s: float | None) -> bool:
-        """Whether what is known of the others cannot tell who is the oldest."""
-        others, now_s = self.others, self._clock()
-        if others.walked_at_s == float("-inf"):
-            return True
+    def _walk_first(self, own_oldest_s: float | None) -> bool:
+        """Whether what is known of the others cannot tell who is the oldest.
+
+        What they wrote since the last walk is unknown, and may be older than all that is left
+        here; but walks cost, so they are spaced by many times what the last one took.
+        """
+        others = self.others
         if others.oldest() is not None:
             return False
-        if not others.all_kept:
+        if others.walked_at_s is None or not others.all_kept or own_oldest_s is None:
             return True
-        stale = now_s - others.walked_at_s > _STALE_S
-        return stale and (own_oldest_s is None or own_oldest_s > others.walked_at_s)
+        age_s = time.monotonic() - others.walked_at_s
+        since_s = self._clock() - age_s
+        return own_oldest_s > since_s and age_s > max(_STALE_S, _WALK_SPACING * others.walk_s)
 
     def _drop_own(self, key: bytes, known: Entry) -> int:
         path = record_path(self._folder, key)

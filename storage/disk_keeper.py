@@ -27,7 +27,7 @@ from .disk_usage import UsageUnknown
 from .errors import KVTierError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Iterator
 
     from .disk_evict import Evictor
     from .disk_index import Index
@@ -50,7 +50,6 @@ class Keeper:
         index: Index,
         usage: Usage,
         owner: Owner,
-        clock: Callable[[], float],
     ) -> None:
         """Start nothing yet; ``folder`` is the rank's folder that ``index`` is about."""
         self._root = root
@@ -58,7 +57,6 @@ class Keeper:
         self._index = index
         self._usage = usage
         self._owner = owner
-        self._clock = clock
         self._walking = threading.Lock()
         self._walks = 0
         self._wanted = threading.Event()
@@ -135,7 +133,7 @@ class Keeper:
             self._index.begin_walk()
             self._sweep()
             count = _Count()
-            self.evictor.others.replace(self._foreign(count), self._clock())
+            self.evictor.others.replace(self._foreign(count))
             if self._stop.is_set():
                 return
             self._drop_unseen()
