@@ -49,7 +49,6 @@ class Config:
     save_queue_bytes: int
     load_threads: int
     save_threads: int
-    ram_write: str
     disk_write: str
     redis_write: str
     min_uses: int
@@ -208,8 +207,11 @@ def _check_disk(config: Config) -> None:
 
 def _check_memory(config: Config, n_ranks: int) -> None:
     """Refuse an arena larger than this process may use, before anything is allocated."""
-    wanted = config.ram_bytes if config.size_scope == "total" else config.ram_bytes * n_ranks
-    check_memory(wanted + config.staging_bytes * n_ranks, "ram")
+    per_engine = n_ranks if config.size_scope == "per_rank" else 1
+    if config.ram_bytes:
+        check_memory(config.ram_bytes * per_engine, "ram")
+    else:
+        check_memory(2 * config.staging_bytes * n_ranks, "staging")
 
 
 assert {f.name for f in fields(Config)} == {s.field for s in SETTINGS}  # the table is complete

@@ -119,15 +119,6 @@ SETTINGS: tuple[Setting, ...] = (
         advanced=True,
     ),
     Setting(
-        "ram_write",
-        "ram_write",
-        "choice",
-        "through",
-        "Whether saves enter the RAM tier; none: only loads do.",
-        choices=("through", "none"),
-        advanced=True,
-    ),
-    Setting(
         "disk_write",
         "disk_write",
         "choice",
@@ -230,3 +221,13 @@ SETTINGS: tuple[Setting, ...] = (
     ),
 )
 """Every setting there is. Documentation and messages are made from this table."""
+
+
+def markdown_table() -> str:
+    """Return the table of all settings as documentation shows it."""
+    lines = ["| setting | value | default | meaning |", "| --- | --- | --- | --- |"]
+    lines += [
+        f"| `{s.name}` | {s.expects()} | {s.shown_default()} | {s.doc} |"
+        for s in sorted(SETTINGS, key=lambda s: s.advanced)
+    ]
+    return "\n".join(lines) + "\n"

@@ -7,7 +7,7 @@ import os
 import re
 from dataclasses import dataclass
 from typing import Any
-from urllib.parse import urlsplit, urlunsplit
+from urllib.parse import urlsplit
 
 from ..storage.errors import ConfigError
 
@@ -67,6 +67,22 @@ class Setting:
                 raise self.wrong(value, f"must be at most {self._shown(self.high)}")
         return parsed
 
+    def expects(self) -> str:
+        """Return what a value looks like, for documentation."""
+        return " or ".join(f"`{c}`" for c in self.choices) if self.choices else _EXPECTS[self.kind]
+
+    def shown_default(self) -> str:
+        """Return the default as people write it."""
+        if self.kind == "deadline" and self.default is None:
+            return "`auto`"
+        if self.default is None:
+            return "none"
+        if isinstance(self.default, bool):
+            return f"`{str(self.default).lower()}`"
+        if isinstance(self.default, (int, float)):
+            return f"`{self._shown(self.default)}`"
+        return f"`{self.default}`"
+
     def _shown(self, bound: float) -> str:
         if self.kind == "size":
             return format_size(int(bound))
@@ -111,21 +127,21 @@ def format_size(size_bytes: int) -> str:
 
 
 def redact_url(text: str) -> str:
-    """Return ``text`` with the user's secret in a URL replaced by ``***``."""
-    if "://" not in text:
+    """Return ``text`` with the secrets of a URL replaced by ``***``.
+
+    Rather too much than too little: a secret may hold characters that end a URL's
+    host part, so that everything before the last ``@`` counts as user and password.
+    """
+    scheme, separator, rest = text.partition("://")
+    if not separator:
         return text
-    try:
-        parts = urlsplit(text)
-        host = parts.netloc.rpartition("@")[2]
-    except ValueError:
-        return text.partition("://")[0] + "://***"
-    if host == parts.netloc:
-        netloc = host
-    else:
-        user = parts.netloc.rpartition("@")[0].partition(":")[0]
-        netloc = f"{user}:***@{host}" if ":" in parts.netloc.rpartition("@")[0] else f"***@{host}"
-    query = re.sub(r"(?i)((?:password|token|secret)=)[^&]*", r"\1***", parts.query)
-    return urlunsplit((parts.scheme, netloc, parts.path, query, parts.fragment))
+    place, question, query = rest.partition("?")
+    user, at, host = place.rpartition("@")
+    if at:
+        name, colon, _ = user.partition(":")
+        place = f"{name}:***@{host}" if colon else f"***@{host}"
+    query = re.sub(r"(?i)((?:password|token|secret)=)[^&]*", r"\1***", query)
+    return f"{scheme}://{place}{question}{query}"
 
 
 def _size(setting: Setting, value: Any) -> int:
@@ -186,6 +202,20 @@ def _url(setting: Setting, value: Any) -> str:
         raise setting.wrong(value, 'give a URL like "redis://host:6379/0"')
     return text
 
+
+_EXPECTS = {
+    "size": "size",
+    "integer": "whole number",
+    "number": "number",
+    "milliseconds": "milliseconds",
+    "deadline": "seconds or `auto`",
+    "flag": "`true` or `false`",
+    "choice": "word",
+    "text": "text",
+    "secret": "text",
+    "path": "folder",
+    "url": "URL",
+}
 
 _PARSERS = {
     "size": _size,
