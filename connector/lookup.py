@@ -19,8 +19,8 @@ from dataclasses import dataclass
 from enum import Enum
 
 from ..storage.catalog import Catalog, RamState
-from ..storage.key import chunk_key
 from .geometry import Geometry, GroupGeometry, GroupKind
+from .token_database import ChunkedTokenDatabase
 
 
 class MissReason(str, Enum):
@@ -79,6 +79,7 @@ class PrefixLookup:
     def __init__(self, geometry: Geometry, catalog: Catalog) -> None:
         self._geometry = geometry
         self._catalog = catalog
+        self._database = ChunkedTokenDatabase(geometry)
         self._unit = geometry.hit_alignment_tokens
         self._full = [g for g in geometry.groups if g.kind is GroupKind.FULL]
         self._others = [g for g in geometry.groups if g.kind is not GroupKind.FULL]
@@ -137,13 +138,12 @@ class PrefixLookup:
         chunk = self._geometry.chunk_tokens
         if not self._full:
             return runs
-        suffix = bytes((self._full[0].group_id,))
-        step = chunk // self._geometry.hash_block_tokens
         first = local_tokens // chunk
-        for i, h in enumerate(hashes[(first + 1) * step - 1 : tokens // chunk * step : step]):
-            entry = self._catalog.get(h + suffix)
-            source = self._catalog.source_of(entry) if entry is not None else None
-            end = (first + i + 1) * chunk
+        lead = self._full[0].group_id
+        keys = self._database.chunk_keys(hashes, lead, max(first, tokens // chunk), first)
+        for number, key in enumerate(keys, first + 1):
+            source = self._catalog.source(key)
+            end = number * chunk
             if source is None:
                 break
             if runs and runs[-1][0] == source:
@@ -176,19 +176,16 @@ class PrefixLookup:
                 tokens -= tokens % chunk
 
     def _key(self, hashes: Sequence[bytes], tokens: int, group_id: int) -> bytes:
-        return chunk_key(hashes[tokens // self._geometry.hash_block_tokens - 1], group_id)
+        return self._database.key_at(hashes, tokens, group_id)
 
     def _full_cover(
         self, group: GroupGeometry, hashes: Sequence[bytes], local_tokens: int, hashed: int
     ) -> int:
         """Return up to where every block from ``local_tokens`` on is in some record."""
-        geometry = self._geometry
-        chunk, per_hash = geometry.chunk_tokens, geometry.hash_block_tokens
+        chunk = self._geometry.chunk_tokens
         first = local_tokens // chunk
-        suffix = bytes((group.group_id,))
-        step = chunk // per_hash
-        ends = hashes[(first + 1) * step - 1 :: step]
-        n = self._catalog.run_length(h + suffix for h in ends)
+        keys = self._database.chunk_keys(hashes, group.group_id, first_chunk=first)
+        n = self._catalog.run_length(keys)
         covered = (first + n) * chunk
         tail = self._longest_record(hashes, group, covered, min(hashed, covered + chunk - 1))
         return max(covered if n else local_tokens, tail or 0)

@@ -18,9 +18,9 @@ import numpy as np
 from ..storage.catalog import Catalog, Entry, RamState
 from ..storage.counts import Counts
 from ..storage.jobs import SaveChunk, SaveJob
-from ..storage.key import chunk_key
 from .geometry import Geometry, GroupGeometry, GroupKind
 from .ledger import Ledger
+from .token_database import ChunkedTokenDatabase
 
 NULL_BLOCK = 0
 NO_BLOCKS = np.empty(0, dtype=np.int64)
@@ -84,6 +84,7 @@ class SavePlanner:
         self._generation = generation
         self._policy = policy
         self._seen: OrderedDict[bytes, int] = OrderedDict()
+        self._database = ChunkedTokenDatabase(geometry)
         self._jobs: list[SaveJob] = []
         self._attention = [g for g in geometry.groups if g.kind is not GroupKind.RECURRENT]
         self._recurrent = {g.group_id: g for g in geometry.groups if g.kind is GroupKind.RECURRENT}
@@ -201,7 +202,7 @@ class SavePlanner:
     def _plan_state(
         self, hashes: Sequence[bytes], group: GroupGeometry, block: int, tokens: int
     ) -> None:
-        key = chunk_key(hashes[tokens // self._geometry.hash_block_tokens - 1], group.group_id)
+        key = self._database.key_at(hashes, tokens, group.group_id)
         start = (tokens - 1) // self._geometry.chunk_tokens * self._geometry.chunk_tokens
         self._emit([(key, group, start, tokens, [block])])
 
@@ -211,7 +212,6 @@ class SavePlanner:
         table: Sequence[Sequence[int]],
         spans: Sequence[tuple[GroupGeometry, int, int]],
     ) -> None:
-        unit = self._geometry.hash_block_tokens
         wanted = []
         for group, start, end in spans:
             first, n = self._geometry.blocks_in_span(group, start, end)
@@ -221,7 +221,7 @@ class SavePlanner:
             if len(blocks) < n or NULL_BLOCK in blocks:
                 self._counts.add("save_skipped_chunks.block_gone")
                 continue
-            key = chunk_key(hashes[end // unit - 1], group.group_id)
+            key = self._database.key_at(hashes, end, group.group_id)
             wanted.append((key, group, start, end, list(blocks)))
         self._emit(wanted)
 

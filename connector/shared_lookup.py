@@ -9,9 +9,9 @@ from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 
 from ..storage.catalog import Catalog
-from ..storage.key import chunk_key
 from .geometry import Geometry, GroupKind
 from .prober import Answer, Prober, Question
+from .token_database import ChunkedTokenDatabase
 
 NEGATIVE_TTL_S = 1.0
 MAX_NEGATIVE = 10_000
@@ -31,6 +31,7 @@ class SharedLookup:
         self._catalog = catalog
         self._n_ranks = n_ranks
         self._clock = clock
+        self._database = ChunkedTokenDatabase(geometry)
         self._probers: list[Prober] = []
         self._open: dict[str, int] = {}  # ticket -> answers still to come
         self._absent: dict[bytes, float] = {}  # first key of a question -> when to ask again
@@ -60,7 +61,7 @@ class SharedLookup:
         limit = min(limit_tokens, len(hashes) * unit)
         if limit <= covered_tokens:
             return False
-        mark = chunk_key(hashes[min(limit, (first + 1) * chunk) // unit - 1], 0)
+        mark = hashes[min(limit, (first + 1) * chunk) // unit - 1]
         if self._absent.get(mark, 0.0) > self._clock():
             return False
         hashes = list(hashes)  # the engine may change its own
@@ -75,13 +76,12 @@ class SharedLookup:
 
     def _keys(self, hashes: Sequence[bytes], start: int, end: int) -> list[bytes]:
         """Return the keys of the whole chunk [start, end), the leading group's first."""
-        unit = self._geometry.hash_block_tokens
         keys = []
         for group in self._groups:
             if group.kind is GroupKind.RECURRENT:
                 keys += self._ends(hashes, group.group_id, start, end)
             elif self._geometry.blocks_in_span(group, start, end)[1]:
-                keys.append(chunk_key(hashes[end // unit - 1], group.group_id))
+                keys.append(self._database.key_at(hashes, end, group.group_id))
         return keys
 
     def _inside(self, hashes: Sequence[bytes], first: int, limit: int, n_whole: int) -> list[bytes]:
@@ -95,9 +95,9 @@ class SharedLookup:
         return keys
 
     def _ends(self, hashes: Sequence[bytes], group_id: int, start: int, end: int) -> list[bytes]:
-        step, unit = self._geometry.hit_alignment_tokens, self._geometry.hash_block_tokens
-        first = start // step * step + step
-        return [chunk_key(hashes[t // unit - 1], group_id) for t in range(first, end + 1, step)]
+        step = self._geometry.hit_alignment_tokens
+        ends = range(start // step * step + step, end + 1, step)
+        return [self._database.key_at(hashes, tokens, group_id) for tokens in ends]
 
     def open(self, ticket: str) -> bool:
         """Whether an answer for this ticket is still to come."""

@@ -5,24 +5,26 @@ nothing that grows with the store except memory. Jobs hold `Entry` objects, so
 that an entry dropped or cleared while a job runs stays valid for that job and
 is forgotten when the job lets go.
 
-Eviction from RAM is least recently used. A prefix is touched from its end to
-its start, so its head is always the younger part and its tail goes first.
+Eviction from RAM is least recently used. Inside a prefix the head counts as
+used after the tail (`Catalog.age`, `Catalog.touch`), so its tail goes first.
 """
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
-from itertools import islice
 
 import numpy as np
 import numpy.typing as npt
 
+from .ages import Ages
+
 PageIds = npt.NDArray[np.int64]
 
 RAM = "ram"
+
+_AGE_STEP = 1 << 32  # more than any prefix has tokens
 
 
 class RamState(Enum):
@@ -46,7 +48,7 @@ class Entry:
         pins: jobs that use the RAM pages now.
         writes: jobs that write this chunk to a lower tier now.
         span: token range [start, end), where a save has told it.
-        used: tick of the last use.
+        used: age of the last use; larger is younger.
         dead: dropped from the catalog; pages go back with the last pin.
     """
 
@@ -100,12 +102,11 @@ class Catalog:
         self._free: list[int] = []
         self._first_page = first_page
         self._end_page = first_page
-        # READY and unpinned, by last use; apart, because a load may only push
-        # out what a lower tier still holds.
-        self._spare: OrderedDict[bytes, Entry] = OrderedDict()
-        self._only: OrderedDict[bytes, Entry] = OrderedDict()
-        self._spare_pages = 0
-        self._only_pages = 0
+        # READY and unpinned; apart, because a load may only push out what a lower
+        # tier still holds.
+        self._spare = Ages[Entry]()
+        self._only = Ages[Entry]()
+        self._orphans: dict[Entry, None] = {}  # dropped, their pages still in use
         self._tick = 0
         self._on_tier = [0] * len(self.tiers)
         self._offline = [False] * len(self.tiers)
@@ -132,7 +133,7 @@ class Catalog:
     @property
     def pinned_pages(self) -> int:
         """RAM pages that a job uses now."""
-        return self.n_pages - len(self._free) - self._spare_pages - self._only_pages
+        return self.n_pages - len(self._free) - self._spare.pages - self._only.pages
 
     def resident(self) -> dict[str, int]:
         """Return the number of chunks on each tier, RAM included."""
@@ -166,14 +167,20 @@ class Catalog:
     def run_length(self, keys: Iterable[bytes]) -> int:
         """Return how many leading ``keys`` can be served."""
         n = 0
-        entries = self._entries
+        entries, all_ranks = self._entries, self._all_ranks
+        ready = RamState.READY if self.retain_in_ram else None
+        online = [i for i, off in enumerate(self._offline) if not off]
         for key in keys:
             entry = entries.get(key)
-            if entry is None or (
-                (entry.ram is not RamState.READY or not self.retain_in_ram)
-                and self.source_of(entry) is None
-            ):
+            if entry is None:
                 break
+            if entry.ram is not ready:  # the loop is inlined: this is the lookup's cost
+                masks = entry.masks
+                for i in online:
+                    if masks[i] == all_ranks:
+                        break
+                else:
+                    break
             n += 1
         return n
 
@@ -185,11 +192,6 @@ class Catalog:
                 self._tick += 1
                 entry.used = self._tick
                 entry.uses += 1
-                if entry.pins == 0:
-                    if key in self._spare:
-                        self._spare.move_to_end(key)
-                    elif key in self._only:
-                        self._only.move_to_end(key)
 
     def set_offline(self, tier: str, offline: bool) -> None:
         """Take a lower tier out of (or back into) lookups; what it holds stays known."""
@@ -200,14 +202,21 @@ class Catalog:
 
     # -- pages -----------------------------------------------------------
 
-    def begin_save(self, key: bytes, n_blocks: int) -> Entry | None:
+    def begin_save(self, key: bytes, n_blocks: int, used: int | None = None) -> Entry | None:
         """Reserve pages for a chunk that is not in RAM; the entry comes pinned.
+
+        Args:
+            key: of the chunk.
+            n_blocks: pages that it takes.
+            used: its age, see `age`; None: now.
 
         Returns None when no page can be had (everything is pinned); counted.
         """
         entry = self._reserve(key, n_blocks, may_lose=True)
         if entry is None:
             self.counts.no_page_chunks += 1
+        elif used is not None:
+            entry.used = used
         return entry
 
     def begin_promote(self, key: bytes, n_blocks: int) -> Entry | None:
@@ -246,7 +255,7 @@ class Catalog:
         return entry
 
     def _take(self, n_pages: int, *, may_lose: bool) -> PageIds | None:
-        room = len(self._free) + self._spare_pages + (self._only_pages if may_lose else 0)
+        room = len(self._free) + self._spare.pages + (self._only.pages if may_lose else 0)
         if room < n_pages:
             return None
         while len(self._free) < n_pages:
@@ -257,8 +266,8 @@ class Catalog:
         return np.array(taken, dtype=np.int64)
 
     def _evict_one(self, *, may_lose: bool) -> None:
-        spare = next(iter(self._spare.values()), None)
-        only = next(iter(self._only.values()), None) if may_lose else None
+        spare = self._spare.oldest()
+        only = self._only.oldest() if may_lose else None
         if spare is None or (only is not None and only.used < spare.used):
             assert only is not None
             self.counts.ram_evicted_lost_chunks += 1
@@ -276,6 +285,7 @@ class Catalog:
         if entry.ram is RamState.READY:
             self._ram_chunks -= 1
         self._free.extend(entry.pages.tolist()[::-1])
+        self._orphans.pop(entry, None)
         entry.pages = None
         entry.ram = RamState.ABSENT
         self.version += 1
@@ -288,11 +298,11 @@ class Catalog:
 
     def room_without_loss(self) -> float:
         """Return the share of RAM that is free or also on a lower tier and unpinned."""
-        return (len(self._free) + self._spare_pages) / max(1, self.n_pages)
+        return (len(self._free) + self._spare.pages) / max(1, self.n_pages)
 
     def oldest_only(self, limit: int) -> list[Entry]:
         """Return up to ``limit`` unpinned chunks that only RAM holds, oldest first."""
-        return list(islice((e for e in self._only.values() if e.writes == 0), limit))
+        return self._only.oldest_many(limit)
 
     # -- pins ------------------------------------------------------------
 
@@ -338,18 +348,10 @@ class Catalog:
 
     def _join_lru(self, entry: Entry) -> None:
         held = any(mask == self._all_ranks for mask in entry.masks)
-        if held:
-            self._spare[entry.key] = entry
-            self._spare_pages += entry.n_blocks
-        else:
-            self._only[entry.key] = entry
-            self._only_pages += entry.n_blocks
+        (self._spare if held else self._only).add(entry)
 
-    def _leave_lru(self, entry: Entry) -> None:
-        if self._spare.pop(entry.key, None) is not None:
-            self._spare_pages -= entry.n_blocks
-        elif self._only.pop(entry.key, None) is not None:
-            self._only_pages -= entry.n_blocks
+    def _leave_lru(self, entry: Entry) -> bool:
+        return self._spare.discard(entry) or self._only.discard(entry)
 
     # -- lower tiers -----------------------------------------------------
 
@@ -371,31 +373,19 @@ class Catalog:
             self._set_mask(entry, i, 0 if rank is None else entry.masks[i] & ~(1 << rank))
             self._forget_if_nowhere(entry)
 
+    def forget_tier(self, tier: str, rank: int) -> None:
+        """Rank ``rank`` starts anew on ``tier``: what was known of it is void. Walks everything."""
+        for key in list(self._entries):
+            self.tier_removed(tier, key, rank)
+
     def _set_mask(self, entry: Entry, i: int, mask: int) -> None:
         before, entry.masks[i] = entry.masks[i], mask
         if (before == self._all_ranks) == (mask == self._all_ranks):
             return
         self._on_tier[i] += 1 if mask == self._all_ranks else -1
         self.version += 1
-        if entry.key in self._spare or entry.key in self._only:
-            self._leave_lru(entry)  # to the other list, at its age
-            self._join_lru_at_age(entry)
-
-    def _join_lru_at_age(self, entry: Entry) -> None:
-        self._join_lru(entry)
-        target = self._spare if entry.key in self._spare else self._only
-        newest = next(reversed(target.values()))
-        assert newest is entry
-        # Usually it is about the youngest; walk it back while it is older.
-        younger: list[bytes] = []
-        for other in reversed(target.values()):
-            if other is entry:
-                continue
-            if other.used < entry.used or len(younger) >= 64:
-                break
-            younger.append(other.key)
-        for key in reversed(younger):
-            target.move_to_end(key)
+        if self._leave_lru(entry):
+            self._join_lru(entry)  # the other one, at its age
 
     def drop(self, key: bytes) -> None:
         """Forget a chunk everywhere; running jobs keep their pages until they end."""
@@ -409,8 +399,10 @@ class Catalog:
             entry.ram = RamState.FILLING
         entry.dead = True
         self.version += 1
-        if entry.pages is not None and entry.pins == 0:
-            self._release(entry)
+        if entry.pages is not None:
+            self._orphans[entry] = None
+            if entry.pins == 0:
+                self._release(entry)
 
     def clear(self) -> int:
         """Forget everything; return how many chunks running jobs still hold."""
@@ -431,13 +423,22 @@ class Catalog:
             assert (entry.pages is None) == (entry.ram is RamState.ABSENT)
             assert entry.pages is None or len(entry.pages) == entry.n_blocks
             assert entry.pins == 0 or entry.pages is not None
-            in_lru = (entry.key in self._spare) + (entry.key in self._only)
+            in_lru = (entry in self._spare) + (entry in self._only)
             assert in_lru == int(entry.ram is RamState.READY and entry.pins == 0)
             if entry.pages is not None:
                 pages.extend(entry.pages.tolist())
-        assert len(pages) == len(set(pages))
-        assert self._spare_pages == sum(e.n_blocks for e in self._spare.values())
-        assert self._only_pages == sum(e.n_blocks for e in self._only.values())
+        for entry in self._orphans:
+            assert entry.dead
+            assert entry.pins > 0
+            assert entry.pages is not None
+            pages.extend(entry.pages.tolist())
+        # Every page is in exactly one place.
+        assert sorted(pages) == list(range(self._first_page, self._end_page))
+        spare = [e for e in self._entries.values() if e in self._spare]
+        only = [e for e in self._entries.values() if e in self._only]
+        assert (len(spare), len(only)) == (len(self._spare), len(self._only))
+        assert self._spare.pages == sum(e.n_blocks for e in spare)
+        assert self._only.pages == sum(e.n_blocks for e in only)
         for i in range(len(self.tiers)):
             n = sum(e.masks[i] == self._all_ranks for e in self._entries.values())
             assert n == self._on_tier[i]
