@@ -88,6 +88,16 @@ class Gate:
 
     # -- deciding ------------------------------------------------------------
 
+    def doubts(self, n_tokens: int, n_bytes: int) -> bool:
+        """Say, quickly, whether any tier might be too slow for a hit of this size."""
+        if self.policy != "auto":
+            return False
+        compute_s = self.prefill_s(n_tokens)
+        if compute_s is None:
+            return False
+        estimates = [speed.estimate_s(n_bytes) for speed in self._speeds.values()]
+        return any(load_s is not None and load_s >= compute_s for load_s in estimates)
+
     def pays(self, tier: str, n_tokens: int, n_bytes: int) -> bool:
         """Say whether loading ``n_tokens`` from ``tier`` is quicker than computing them."""
         if self.policy != "auto":

@@ -211,7 +211,8 @@ class SchedulerHalf:
 
     def _gated(self, hashes: Sequence[bytes], local_tokens: int, hit: Hit, tracker: Tracker) -> Hit:
         """Cut a hit to the length that pays."""
-        if self.gate.policy != "auto":
+        n_tokens = hit.tokens - local_tokens
+        if not self.gate.doubts(n_tokens, int(n_tokens * self._bytes_per_token)):
             return hit
         spans = self._lookup.sources(hashes, local_tokens, hit.tokens)
         end = local_tokens
