@@ -1,0 +1,1 @@
+"""What people run: the `kvtier` command, the demo, the benchmarks."""

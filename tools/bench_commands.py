@@ -1,0 +1,114 @@
+"""`kvtier bench ...`: options and tables; the measuring is in the modules named after each."""
+
+from __future__ import annotations
+
+import sys
+from typing import Annotated, Any, Optional
+
+import typer
+
+from .exit_codes import EXIT_CODES_HELP
+from .reporting import note, print_json, reported, table
+
+bench = typer.Typer(
+    help="Measure parts of kvtier, as ratios taken in one run.", no_args_is_help=True
+)
+Json = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
+Folder = Annotated[
+    Optional[str],  # noqa: UP045 (typer reads annotations at run time, on Python 3.10 too)
+    typer.Option(help="Where the disk's files go; by default the temporary folder."),
+]
+Model = Annotated[
+    Optional[str],  # noqa: UP045
+    typer.Option(help="Model folder or name; by default SmolLM2-135M-Instruct."),
+]
+
+
+def _say(text: str) -> None:
+    if sys.stderr.isatty():
+        note(text)
+
+
+def _rows(rows: list[dict[str, Any]]) -> None:
+    columns = list(rows[0])
+    table(columns, [[row[column] for column in columns] for row in rows])
+
+
+def _fields(result: dict[str, Any], *, without: tuple[str, ...] = ()) -> None:
+    table(
+        ("figure", "value"),
+        [(name, value) for name, value in result.items() if name not in without],
+    )
+
+
+@bench.command(epilog=EXIT_CODES_HELP)
+@reported
+def address(as_json: Json = False) -> None:
+    """Chunks and block ids to addresses: against vLLM's own function and a scalar loop."""
+    from . import bench_address
+
+    bench_address.run(as_json)
+
+
+@bench.command(epilog=EXIT_CODES_HELP)
+@reported
+def lookup(as_json: Json = False) -> None:
+    """Time on the engine's scheduling thread to find how much of a long prompt is stored."""
+    from . import bench_lookup
+
+    result = bench_lookup.run(_say)
+    print_json(result) if as_json else _rows(result["rows"])
+
+
+@bench.command(epilog=EXIT_CODES_HELP)
+@reported
+def tiers(
+    folder: Folder = None,
+    rounds: Annotated[int, typer.Option(help="Rounds; medians are reported.", min=1)] = 5,
+    total_mib: Annotated[int, typer.Option(help="MiB moved in each round.", min=32)] = 256,
+    as_json: Json = False,
+) -> None:
+    """RAM and disk through the worker's own code, against plain copies, reads and writes."""
+    from . import bench_tiers
+
+    options = bench_tiers.TiersBench(folder=folder, rounds=rounds, total_mib=total_mib)
+    result = bench_tiers.run(options, _say)
+    print_json(result) if as_json else _rows(result["rows"])
+
+
+@bench.command(epilog=EXIT_CODES_HELP)
+@reported
+def engine(
+    model: Model = None,
+    folder: Folder = None,
+    prompt_tokens: Annotated[int, typer.Option(help="Length of the prompt.", min=512)] = 6000,
+    rounds: Annotated[int, typer.Option(help="Rounds; medians are reported.", min=1)] = 5,
+    as_json: Json = False,
+) -> None:
+    """Time to first token in the real engine: cold, from the device, from RAM, from disk."""
+    from . import bench_engine
+
+    options = bench_engine.EngineBench(
+        model=model, folder=folder, prompt_tokens=prompt_tokens, rounds=rounds
+    )
+    result = bench_engine.run(options, _say)
+    print_json(result) if as_json else _fields(result, without=("samples",))
+
+
+@bench.command(epilog=EXIT_CODES_HELP)
+@reported
+def sessions(
+    model: Model = None,
+    folder: Folder = None,
+    n_sessions: Annotated[int, typer.Option("--sessions", help="How many.", min=2)] = 6,
+    turns: Annotated[int, typer.Option(help="Turns of each.", min=2)] = 4,
+    as_json: Json = False,
+) -> None:
+    """More agent sessions than RAM holds, in the real engine, with and without kvtier."""
+    from . import bench_sessions
+
+    options = bench_sessions.SessionsBench(
+        model=model, folder=folder, sessions=n_sessions, turns=turns
+    )
+    result = bench_sessions.run(options, _say)
+    print_json(result) if as_json else _fields(result, without=("turns",))

@@ -1,0 +1,232 @@
+"""`kvtier bench tiers`: RAM and disk against a plain copy, read and write of the same bytes.
+
+The bytes go the way they go in an engine: plans into a worker half, blocks in host memory that
+stand for the device, verification on every read. Ours and the plain way alternate in one run,
+and only ratios of medians are reported: 1 is as fast as the machine does it without kvtier.
+"""
+
+from __future__ import annotations
+
+import os
+import statistics
+import tempfile
+import time
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from ..connector.mover import HostMover
+from ..connector.plan import NamespaceInfo, Plan
+from ..connector.regions import region_table
+from ..connector.worker import ArenaPlan, WorkerHalf
+from ..storage.disk import DiskTier
+from ..storage.errors import KVTierError
+from ..storage.jobs import LoadChunk, LoadDone, LoadJob, SaveChunk, SaveCopied, SaveJob, SaveRetired
+from ..storage.ram import Arena
+from .plain_io import time_plain_read, write_plain
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from ..storage.tier import Tier
+
+REGIONS = 64
+REGION_BYTES = 16 << 10  # of one block: 64 x 16 KiB is a block of 1 MiB
+BLOCK_BYTES = REGIONS * REGION_BYTES
+BLOCK_TOKENS = 16
+GROUP = 0
+NAMESPACE = NamespaceInfo(b"kvtier-bench\0\0\0\0", 1, {"model": "kvtier bench tiers"})
+JOB_TIMEOUT_S = 120.0
+
+
+@dataclass(frozen=True, slots=True)
+class TiersBench:
+    """What to measure."""
+
+    record_mib: tuple[int, ...] = (4, 8, 16, 32)
+    total_mib: int = 256
+    rounds: int = 5
+    folder: str | None = None
+
+
+@dataclass(slots=True)
+class _Times:
+    """Seconds of ours and of the plain way, round by round."""
+
+    ours: list[float] = field(default_factory=list)
+    plain: list[float] = field(default_factory=list)
+
+    @property
+    def ratio(self) -> float:
+        return statistics.median(self.plain) / statistics.median(self.ours)
+
+
+def run(options: TiersBench, say: Callable[[str], None]) -> dict[str, Any]:
+    """Return the figures; the headline ratios are the worst over the record sizes."""
+    rows = []
+    with tempfile.TemporaryDirectory(prefix="kvtier-bench-", dir=options.folder) as folder:
+        for record_mib in options.record_mib:
+            say(f"records of {record_mib} MiB")
+            rows.append(_measure(options, record_mib, folder))
+
+    def worst(name: str) -> float:
+        return min(float(row[name]) for row in rows)
+
+    return {
+        "ram": {
+            "load_ratio_to_memcpy": worst("ram_load_ratio_to_memcpy"),
+            "save_ratio_to_memcpy": worst("ram_save_ratio_to_memcpy"),
+        },
+        "disk": {
+            "load_ratio_to_odirect": worst("disk_load_ratio_to_odirect"),
+            "save_ratio_to_odirect": worst("disk_save_ratio_to_odirect"),
+        },
+        "rows": rows,
+    }
+
+
+def _measure(options: TiersBench, record_mib: int, folder: str) -> dict[str, Any]:
+    n_blocks = record_mib * (1 << 20) // BLOCK_BYTES
+    n_chunks = max(1, options.total_mib // record_mib)
+    total_bytes = n_chunks * n_blocks * BLOCK_BYTES
+    plain_file = os.path.join(folder, "plain")
+    ram_load, ram_save, disk_load, disk_save = _Times(), _Times(), _Times(), _Times()
+    bench = _Rig(n_chunks, n_blocks, os.path.join(folder, f"store-{record_mib}"), total_bytes)
+    try:
+        for number in range(options.rounds + 1):  # the first warms up and is not counted
+            plain_copy_s = bench.time_memcpy()
+            copied_s, written_s = bench.time_save(number)
+            plain_write_s = write_plain(plain_file, total_bytes)
+            plain_read_s = time_plain_read(plain_file, total_bytes)
+            disk_s = bench.time_load(number, "disk")
+            ram_s = bench.time_load(number, "ram")
+            if number == 0:
+                continue
+            for times, ours, plain in (
+                (ram_load, ram_s, plain_copy_s),
+                (ram_save, copied_s, plain_copy_s),
+                (disk_load, disk_s, plain_read_s),
+                (disk_save, written_s, plain_write_s),
+            ):
+                times.ours.append(ours)
+                times.plain.append(plain)
+    finally:
+        bench.close()
+    return {
+        "record_mib": record_mib,
+        "bytes": total_bytes,
+        "ram_load_ratio_to_memcpy": round(ram_load.ratio, 3),
+        "ram_save_ratio_to_memcpy": round(ram_save.ratio, 3),
+        "disk_load_ratio_to_odirect": round(disk_load.ratio, 3),
+        "disk_save_ratio_to_odirect": round(disk_save.ratio, 3),
+        "memcpy_s": round(statistics.median(ram_load.plain), 4),
+        "plain_read_s": round(statistics.median(disk_load.plain), 4),
+        "plain_write_s": round(statistics.median(disk_save.plain), 4),
+    }
+
+
+class _Rig:
+    """A worker half over host memory that stands for a device, stepped as an engine does."""
+
+    def __init__(self, n_chunks: int, n_blocks: int, root: str, total_bytes: int) -> None:
+        self._n_chunks, self._n_blocks = n_chunks, n_blocks
+        n_all = n_chunks * n_blocks
+        self._device = np.zeros((REGIONS, n_all + 1, REGION_BYTES), dtype=np.uint8)
+        self._device[:] = np.arange(REGIONS, dtype=np.uint8)[:, None, None]
+        self._device[:, :, :8] = np.arange(8, dtype=np.uint8)
+        self._flat = np.zeros((2, total_bytes), dtype=np.uint8)
+        self._flat[:] = 1
+        base, stride = self._device.ctypes.data, REGION_BYTES
+        span = self._device.strides[0]
+        tables = {
+            GROUP: region_table(
+                GROUP, [(base + r * span, stride, REGION_BYTES) for r in range(REGIONS)], n_all + 1
+            )
+        }
+        slots = 8
+        staging_pages = slots * n_blocks
+        arena = Arena(BLOCK_BYTES, staging_pages + n_all)
+        arena.start(background=False)
+        self._pages = np.arange(staging_pages, staging_pages + n_all, dtype=np.int64)
+        self._blocks = np.random.default_rng(7).permutation(n_all).astype(np.int64) + 1
+
+        def open_tiers(namespace: NamespaceInfo) -> list[Tier]:
+            return [DiskTier(root, namespace.digest, 0, 4 * total_bytes + (1 << 30))]
+
+        self._worker = WorkerHalf(
+            rank=0,
+            arena=arena,
+            plan=ArenaPlan(BLOCK_BYTES, staging_pages, n_all, n_blocks),
+            block_bytes={GROUP: BLOCK_BYTES},
+            mover=HostMover(tables, arena),
+            open_tiers=open_tiers,
+            clock=time.monotonic,
+        )
+        self._worker.begin(Plan(namespace=NAMESPACE))
+        self._worker.collect()
+        self._job_id = 0
+
+    def time_memcpy(self) -> float:
+        begin_s = time.perf_counter()
+        np.copyto(self._flat[0], self._flat[1])
+        return time.perf_counter() - begin_s
+
+    def time_save(self, number: int) -> tuple[float, float]:
+        """Return the seconds until RAM has the blocks, and from there until the disk has them."""
+        chunks = tuple(
+            SaveChunk(key, GROUP, start, end, blocks, pages, ("disk",))
+            for key, start, end, blocks, pages in self._chunks(number)
+        )
+        self._job_id += 1
+        begin_s = time.perf_counter()
+        self._worker.begin(
+            Plan(idle=True, saves=(SaveJob(self._job_id, NAMESPACE.generation, chunks),))
+        )
+        self._worker.forward_launched()
+        self._wait_for(SaveCopied)
+        copied_s = time.perf_counter()
+        retired = self._wait_for(SaveRetired)
+        written_s = time.perf_counter()
+        if len(retired.written) != len(chunks):
+            raise KVTierError(f"the disk took {len(retired.written)} of {len(chunks)} records")
+        return copied_s - begin_s, written_s - copied_s
+
+    def time_load(self, number: int, source: str) -> float:
+        """Return the seconds until all blocks are back."""
+        chunks = tuple(
+            LoadChunk(key, GROUP, start, end, source, self._n_blocks, 0, blocks, pages)
+            for key, start, end, blocks, pages in self._chunks(number)
+        )
+        self._job_id += 1
+        job = LoadJob(self._job_id, NAMESPACE.generation, "bench", JOB_TIMEOUT_S, chunks)
+        begin_s = time.perf_counter()
+        self._worker.begin(Plan(idle=True, loads=(job,)))
+        done = self._wait_for(LoadDone)
+        took_s = time.perf_counter() - begin_s
+        if not done.ok:
+            raise KVTierError(f"a load from {source} failed: {list(done.statuses)}")
+        return took_s
+
+    def _chunks(self, number: int) -> Any:
+        """Yield key, token range, blocks and pages of each chunk; other keys every round."""
+        n, chunk_tokens = self._n_blocks, self._n_blocks * BLOCK_TOKENS
+        for i in range(self._n_chunks):
+            key = f"{number:016x}{i:016x}".encode() + bytes((GROUP,))
+            part = slice(i * n, (i + 1) * n)
+            start = i * chunk_tokens
+            yield key, start, start + chunk_tokens, self._blocks[part], self._pages[part]
+
+    def _wait_for(self, kind: type) -> Any:
+        deadline_s = time.monotonic() + JOB_TIMEOUT_S
+        while time.monotonic() < deadline_s:
+            self._worker.collect()
+            report = self._worker.report()
+            for event in report.events if report else ():
+                if isinstance(event, kind):
+                    return event
+            self._worker.transfer.wait(0.001)
+        raise KVTierError(f"no {kind.__name__} within {JOB_TIMEOUT_S:.0f} s")
+
+    def close(self) -> None:
+        self._worker.shutdown()

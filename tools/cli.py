@@ -1,0 +1,94 @@
+"""The `kvtier` command. Heavy modules are imported by the verb that needs them."""
+
+from __future__ import annotations
+
+from typing import Annotated, Optional
+
+import typer
+
+from .bench_commands import bench
+from .exit_codes import EXIT_CODES_HELP, ExitCode
+from .reporting import finish, print_json, reported
+from .store_commands import add_store_verbs
+
+app = typer.Typer(
+    name="kvtier",
+    help=f"Look into kvtier's stores, check configurations, see it work.\n\n{EXIT_CODES_HELP}",
+    no_args_is_help=True,
+    rich_markup_mode=None,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+config_app = typer.Typer(help="Configurations of the connector.", no_args_is_help=True)
+app.add_typer(config_app, name="config")
+app.add_typer(bench, name="bench")
+add_store_verbs(app)
+
+Json = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
+
+
+def _show_version(value: bool) -> None:
+    if value:
+        from .. import __version__
+
+        print(f"kvtier {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _root(
+    _version: Annotated[
+        bool,
+        typer.Option("--version", callback=_show_version, is_eager=True, help="Print the version."),
+    ] = False,
+) -> None:
+    """Take the options of the command itself."""
+
+
+@config_app.command("check", epilog=EXIT_CODES_HELP)
+@reported
+def config_check(
+    source: Annotated[
+        str, typer.Argument(metavar="FILE-OR-JSON", help="A TOML or JSON file, or JSON itself.")
+    ],
+    ranks: Annotated[int, typer.Option(help="Ranks of one engine (TP x PP).", min=1)] = 1,
+    machine: Annotated[
+        bool, typer.Option(help="Also check paths and memory of this machine.")
+    ] = True,
+    as_json: Json = False,
+) -> None:
+    """Check a configuration as an engine's start would, and print what would be in force."""
+    from .config_check import check_config
+
+    finish(check_config(source, n_ranks=ranks, machine=machine, as_json=as_json))
+
+
+@app.command(epilog=EXIT_CODES_HELP)
+@reported
+def demo(
+    model: Annotated[
+        Optional[str],  # noqa: UP045 (typer reads annotations at run time, on Python 3.10 too)
+        typer.Option(help="Model folder or name; by default SmolLM2-135M-Instruct."),
+    ] = None,
+    dtype: Annotated[str, typer.Option(help="Type of weights and KV.")] = "float32",
+    disk: Annotated[
+        Optional[str],  # noqa: UP045
+        typer.Option(help="Folder of the disk tier, kept; by default a temporary one."),
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """Run agent sessions in the real vLLM, with and without kvtier, and after a restart."""
+    from .demo import DemoOptions, run_demo
+    from .demo_view import DemoView
+
+    with DemoView(quiet=as_json) as view:
+        report = run_demo(DemoOptions(model=model, dtype=dtype, disk=disk), view)
+        view.summary(report)
+    if as_json:
+        print_json(report.as_dict())
+    finish(ExitCode.FAILURE if report.problems else ExitCode.OK)
+
+
+def main() -> None:
+    """Run the command line."""
+    app()

@@ -1,0 +1,125 @@
+"""How commands speak: results on stdout, everything else on stderr, one line for an error."""
+
+from __future__ import annotations
+
+import functools
+import json
+import sys
+import time
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
+
+import typer
+
+from ..storage.errors import ConfigError, KVTierError, TierUnavailable
+from .exit_codes import ExitCode
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Sequence
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+class CommandError(KVTierError):
+    """A command cannot go on; carries the exit code."""
+
+    def __init__(self, message: str, code: ExitCode = ExitCode.FAILURE) -> None:
+        super().__init__(message)
+        self.code = code
+
+
+def exit_code_of(error: BaseException) -> ExitCode:
+    """Return how the process ends for an error."""
+    if isinstance(error, CommandError):
+        return error.code
+    if isinstance(error, KeyboardInterrupt):
+        return ExitCode.INTERRUPTED
+    if isinstance(error, ConfigError):
+        return ExitCode.FINDINGS
+    if isinstance(error, (TierUnavailable, OSError)):
+        return ExitCode.UNREACHABLE
+    return ExitCode.FAILURE
+
+
+def reported(command: Callable[P, R]) -> Callable[P, R]:
+    """Turn our errors and Ctrl-C into one line on stderr and an exit code."""
+
+    @functools.wraps(command)
+    def wrapped(*args: P.args, **kwargs: P.kwargs) -> R:
+        try:
+            return command(*args, **kwargs)
+        except BrokenPipeError:  # `kvtier ls | head`: nobody reads on, and that is fine
+            sys.stderr.close()
+            raise typer.Exit(ExitCode.OK) from None
+        except (KVTierError, OSError, KeyboardInterrupt) as error:
+            text = "interrupted" if isinstance(error, KeyboardInterrupt) else _line(error)
+            note(f"kvtier: {text}")
+            raise typer.Exit(exit_code_of(error)) from None
+
+    return wrapped
+
+
+def _line(error: BaseException) -> str:
+    if isinstance(error, OSError) and error.strerror:
+        where = f"{error.filename}: " if error.filename else ""
+        return f"{where}{error.strerror}"
+    return " ".join(str(error).split()).removeprefix("kvtier: ").removeprefix("kvtier ")
+
+
+def note(text: str) -> None:
+    """Say something that is not a result."""
+    print(text, file=sys.stderr, flush=True)
+
+
+def print_json(value: Any) -> None:
+    """Print one object as one line of JSON on stdout."""
+    print(json.dumps(value), flush=True)
+
+
+def finish(code: ExitCode) -> None:
+    """End the command with a code."""
+    if code is not ExitCode.OK:
+        raise typer.Exit(code)
+
+
+def table(columns: Sequence[str], rows: Iterable[Sequence[object]]) -> None:
+    """Print a table for people, nothing cut off; numbers to the right."""
+    body = [[cell if isinstance(cell, str) else _cell(cell) for cell in row] for row in rows]
+    widths = [max(len(row[i]) for row in [list(columns), *body]) for i in range(len(columns))]
+    right = [
+        all(row[i][:1].isdigit() or row[i] == "-" for row in body) for i in range(len(columns))
+    ]
+    for row in [list(columns), *body]:
+        cells = [
+            cell.rjust(width) if to_right else cell.ljust(width)
+            for cell, width, to_right in zip(row, widths, right, strict=True)
+        ]
+        print("  ".join(cells).rstrip())
+
+
+def _cell(value: object) -> str:
+    if value is None:
+        return "-"
+    if isinstance(value, float):
+        return f"{value:.3g}" if abs(value) < 100 else f"{value:.0f}"
+    if isinstance(value, int) and not isinstance(value, bool):
+        return f"{value:,}"
+    return str(value)
+
+
+def size(n_bytes: float) -> str:
+    """Return a size as people read it."""
+    for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
+        if abs(n_bytes) < 1024 or unit == "TiB":
+            return f"{n_bytes:.0f} {unit}" if unit == "B" else f"{n_bytes:.1f} {unit}"
+        n_bytes /= 1024
+    raise AssertionError
+
+
+def age(since_s: float, now_s: float | None = None) -> str:
+    """Return how long ago a Unix time was."""
+    seconds = max(0.0, (time.time() if now_s is None else now_s) - since_s)
+    for limit, unit_s, unit in ((120, 1, "s"), (7200, 60, "min"), (172800, 3600, "h")):
+        if seconds < limit:
+            return f"{seconds / unit_s:.0f} {unit}"
+    return f"{seconds / 86400:.0f} d"
