@@ -14,11 +14,11 @@ from ..storage.ram import Arena
 from ..storage.tier import Tier
 from ..storage.transfer import TransferLimits
 from .config import Config
+from .device_side import CudaSide, HostSide
 from .geometry import Geometry
-from .mover import HostMover, Mover
 from .plan import NamespaceInfo
 from .prober import Prober
-from .regions import RegionTable, build_region_tables
+from .regions import build_region_tables
 from .save_planner import WritePolicy
 from .scheduler import SchedulerHalf
 from .tracker import SchedulerOptions
@@ -138,14 +138,15 @@ def build_worker(
     plan = arena_plan(config, geometry, n_ranks)
     tables = build_region_tables(kv_cache_config, geometry, kv_caches)
     device = next(iter(kv_caches.values())).device
-    arena = Arena(plan.page_bytes, plan.n_pages)
+    side = HostSide() if device.type == "cpu" else CudaSide(device, plan)
+    arena = Arena(plan.page_bytes, plan.n_pages, on_segment=side.on_segment)
     arena.start()
     if not arena.wait_ready(plan.staging_pages, STAGING_WAIT_S):
         raise ConfigError(
             f"kvtier: {plan.staging_pages * plan.page_bytes} bytes of staging memory could not be "
             "had in time; lower 'ram' or 'staging'"
         )
-    mover = _mover(device, tables, arena)
+    mover = side.open_mover(tables, arena)
     links = {name: _link_limits(config) for name in lower_tiers(config)}
     return WorkerHalf(
         rank,
@@ -157,15 +158,6 @@ def build_worker(
         time.monotonic,
         TransferLimits(links=links),
     )
-
-
-def _mover(device: Any, tables: dict[int, RegionTable], arena: Arena) -> Mover:
-    if device.type == "cpu":
-        return HostMover(tables, arena)
-    from .mover_cuda import CudaMover  # noqa: PLC0415 (only where there is a device)
-
-    mover: Mover = CudaMover(tables, arena, device=device)
-    return mover
 
 
 def _link_limits(config: Config) -> LinkLimits:
@@ -203,7 +195,6 @@ def open_tiers(
 
 
 def _open_redis(config: Config, info: NamespaceInfo, rank: int, item_bytes: int) -> Tier:
-    from ..storage.codec import codec_of  # noqa: PLC0415 (only where it is used)
     from ..storage.redis import RedisTier  # noqa: PLC0415 (only where it is used)
     from ..storage.redis_url import parse_redis_url  # noqa: PLC0415 (only where it is used)
 
@@ -220,7 +211,7 @@ def _open_redis(config: Config, info: NamespaceInfo, rank: int, item_bytes: int)
         settings,
         info.digest,
         rank,
-        codec=codec_of(config.redis_codec),
+        codec=config.redis_codec,
         item_bytes=item_bytes,
         description=info.description,
     )

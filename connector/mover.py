@@ -29,11 +29,11 @@ class CopyError(KVTierError):
     """A copy did not end well; its destination holds nothing that may be used."""
 
 
-class CopyFailed(CopyError):  # noqa: N818 - named as what happened, like RecordMissing
+class CopyFailed(CopyError):
     """The copy failed, now or before it started."""
 
 
-class CopyTimeout(CopyError):  # noqa: N818
+class CopyTimeout(CopyError):
     """Not done in time. Bytes may still move: release nothing before `CopyTicket.fenced`."""
 
 
@@ -148,6 +148,10 @@ class HostMover:
         self._pages = pages
         self._closed = False
         check_page_room(self._shapes, pages)
+        self._parts = {
+            group: [_Part(part, shape, pages.page_bytes) for part in shape.parts]
+            for group, shape in self._shapes.items()
+        }
 
     def fence(self) -> Fence:
         """See `Mover.fence`."""
@@ -187,7 +191,10 @@ class HostMover:
         addresses = self._pages.addresses(page_ids)
         batch = _Batch(self._pages.page_bytes)
         for run in find_runs(block_ids, addresses, self._pages.page_bytes):
-            batch.add(shape, run, int(block_ids[run.first]), int(addresses[run.first]), to_page)
+            page = int(addresses[run.first])
+            batch.add(self._parts[group], run, int(block_ids[run.first]), page, to_page)
+            if to_page:
+                batch.zero(shape, run, page)
         batch.copy()
         return EndedTicket()
 
@@ -242,6 +249,30 @@ _ELEMENTS = ((16, "<c16"), (8, "<u8"), (1, "|u1"))
 _ZEROS = np.zeros(4096, np.uint8)
 
 
+class _Part:
+    """One `Rows` of a group as an array over all blocks, in the widest elements that fit."""
+
+    def __init__(self, part: Rows, shape: GroupShape, page_bytes: int) -> None:
+        self.offset_bytes = part.page_offset_bytes
+        alignment = (
+            part.base | part.stride_bytes | part.pitch_bytes
+            | part.length_bytes | part.page_offset_bytes
+        )  # fmt: skip
+        width, self._kind = next(e for e in _ELEMENTS if alignment % e[0] == 0)
+        self._form = (part.rows, part.length_bytes // width)
+        self._page_strides = (page_bytes, part.length_bytes, width)
+        strides = (part.stride_bytes, part.pitch_bytes, width)
+        memory = _Memory(part.base, (shape.num_blocks, *self._form), strides, self._kind)
+        self.blocks = np.asarray(memory)
+
+    def pages(self, address: int, count: int) -> NDArray[Any]:
+        """Return this part of ``count`` neighbouring pages."""
+        memory = _Memory(
+            address + self.offset_bytes, (count, *self._form), self._page_strides, self._kind
+        )
+        return np.asarray(memory)
+
+
 class _Batch:
     """(destination, source) array pairs of one call."""
 
@@ -250,30 +281,17 @@ class _Batch:
         self._pairs: list[tuple[NDArray[Any], NDArray[Any]]] = []
         self._zeroed: list[tuple[NDArray[Any], NDArray[Any]]] = []
 
-    def add(self, shape: GroupShape, run: Run, block: int, page: int, to_page: bool) -> None:
-        for part in shape.parts:
-            views = self._views(part, run.count, block, page)
-            self._pairs.append(views if to_page else (views[1], views[0]))
+    def add(self, parts: list[_Part], run: Run, block: int, page: int, to_page: bool) -> None:
+        for part in parts:
+            here, there = part.pages(page, run.count), part.blocks[block : block + run.count]
+            self._pairs.append((here, there) if to_page else (there, here))
+
+    def zero(self, shape: GroupShape, run: Run, page: int) -> None:
         padding = shape.padded_bytes - shape.block_bytes
-        if to_page and padding:
+        if padding:
             strides = (self._page_bytes, 1)
             memory = _Memory(page + shape.block_bytes, (run.count, padding), strides, "|u1")
             self._zeroed.append((np.asarray(memory), _ZEROS[:padding]))
-
-    def _views(
-        self, part: Rows, count: int, block: int, page: int
-    ) -> tuple[NDArray[Any], NDArray[Any]]:
-        device = part.base + block * part.stride_bytes
-        start = page + part.page_offset_bytes
-        alignment = (
-            device | start | part.stride_bytes | part.pitch_bytes
-            | part.length_bytes | self._page_bytes
-        )  # fmt: skip
-        width, kind = next(e for e in _ELEMENTS if alignment % e[0] == 0)
-        form = (count, part.rows, part.length_bytes // width)
-        there = _Memory(device, form, (part.stride_bytes, part.pitch_bytes, width), kind)
-        here = _Memory(start, form, (self._page_bytes, part.length_bytes, width), kind)
-        return np.asarray(here), np.asarray(there)
 
     def copy(self) -> None:
         for destination, source in self._zeroed:

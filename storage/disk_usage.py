@@ -76,8 +76,8 @@ class LockedFile:
             if self._fd < 0:
                 self._fd = _open_control(self.path)
             if try_lock(self._fd):
-                # A removed file locks nobody out: only the one at the path counts.
-                if os.fstat(self._fd).st_nlink:
+                # A file that was removed or moved away locks nobody out.
+                if is_at(self._fd, self.path):
                     return
                 self._drop()
                 continue
@@ -95,6 +95,15 @@ class LockedFile:
         """Close the descriptor. Idempotent."""
         with self._mutex:
             self._drop()
+
+
+def is_at(fd: int, path: str) -> bool:
+    """Return whether an open file is the one at ``path``."""
+    try:
+        there, ours = os.lstat(path), os.fstat(fd)
+    except FileNotFoundError:
+        return False
+    return (there.st_ino, there.st_dev) == (ours.st_ino, ours.st_dev)
 
 
 def try_lock(fd: int) -> bool:
@@ -148,7 +157,7 @@ class Owner:
 
     def _ensure(self) -> None:
         """Have a locked file at a name of ours; a new one when somebody removed it."""
-        while self._fd < 0 or os.fstat(self._fd).st_nlink == 0:
+        while self._fd < 0 or not is_at(self._fd, f"{self._folder}/{self.name}"):
             self._drop()
             name = f"{os.getpid()}-{secrets.token_hex(4)}"
             fd = _open_control(f"{self._folder}/{name}")
@@ -285,10 +294,11 @@ class Usage:
             except UsageUnknown:
                 return -1
 
-    def finish_recount(self, mark: int, found_bytes: int) -> None:
+    def finish_recount(self, mark: int, found_bytes: int) -> bool:
         """Set the counter to what a walk found, plus what was written during the walk.
 
-        What a walk may have seen or not is counted, so the counter errs upwards.
+        What a walk may have seen or not is counted, so the counter errs upwards. Return whether
+        it is exact: nothing was written meanwhile.
         """
         with self._file.locked() as fd:
             try:
@@ -298,6 +308,7 @@ class Usage:
             _, inflight_bytes = self._owner.others()
             during = max(0, committed - mark) if mark >= 0 else committed
             self._store(fd, found_bytes + during + inflight_bytes, committed)
+            return during + inflight_bytes == 0
 
     def _load(self, fd: int) -> tuple[int, int]:
         data = os.pread(fd, _COUNTER.size + 8, 0)

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -60,6 +61,9 @@ class CopyTicket(Protocol):
     def wait(self, timeout_s: float) -> None:
         """Block until the copy is complete; raises when it failed."""
 
+    def fenced(self) -> bool:
+        """Whether no byte of the copy can move any more; never blocks."""
+
 
 class BlockMover(Protocol):
     """Copies whole blocks between the device and RAM pages; see `kvtier.connector.mover`."""
@@ -93,7 +97,7 @@ class TransferLimits:
     links: dict[str, LinkLimits] = field(default_factory=dict)
 
 
-class TransferClosed(KVTierError):  # noqa: N818 - a state, not an error of the caller
+class TransferClosed(KVTierError):
     """The transfer is shutting down; what had not begun is cancelled."""
 
 
@@ -305,14 +309,15 @@ class Transfer:
             blocks, wanted = by_group.setdefault(chunk.group, ([], []))
             blocks.append(chunk.blocks)
             wanted.append(page_ids[first : first + n])
+        tickets: list[CopyTicket] = []
         try:
-            tickets = [
-                self._mover.load(group, np.concatenate(blocks), np.concatenate(wanted), after)
-                for group, (blocks, wanted) in by_group.items()
-            ]
+            for group, (blocks, wanted) in by_group.items():
+                ids, page_ids = np.concatenate(blocks), np.concatenate(wanted)
+                tickets.append(self._mover.load(group, ids, page_ids, after))
             for ticket in tickets:
                 ticket.wait(COPY_TIMEOUT_S)
         except Exception:
+            _wait_fenced(tickets)
             logger.exception("kvtier: a copy to the device failed; the request computes instead")
             self.counts.add("load_failed_chunks.copy", len(chunks))
             return ChunkStatus.COPY_FAILED
@@ -324,6 +329,7 @@ class Transfer:
         job = state.job
         begin_s = self._clock()
         n_bytes = 0
+        tickets: list[CopyTicket] = []
         try:
             self._refuse_when_closed()
             for group in sorted({chunk.group for chunk in job.chunks}):
@@ -332,12 +338,14 @@ class Transfer:
                     continue  # written back: the pages hold the bytes already
                 blocks = np.concatenate([chunk.blocks for chunk in chunks])
                 pages = np.concatenate([chunk.pages for chunk in chunks])
-                self._mover.save(group, blocks, pages, after).wait(COPY_TIMEOUT_S)
+                tickets.append(self._mover.save(group, blocks, pages, after))
+                tickets[-1].wait(COPY_TIMEOUT_S)
                 n_bytes += len(blocks) * self._block_bytes[group]
             status = ChunkStatus.OK
         except TransferClosed:
             status = ChunkStatus.CANCELLED
         except Exception:
+            _wait_fenced(tickets)
             logger.exception("kvtier: a copy from the device failed; its chunks are not kept")
             status = ChunkStatus.COPY_FAILED
             self.counts.add("save_failed_chunks.copy", len(job.chunks))
@@ -505,6 +513,15 @@ class _SaveState:
                 return
             self.retired = True
         self._emit(SaveRetired(self.job.job_id, tuple(self._written)))
+
+
+def _wait_fenced(tickets: Sequence[CopyTicket]) -> None:
+    """Return once no byte of these copies can move any more.
+
+    Without a bound: until then their blocks and pages belong to nobody else.
+    """
+    while not all(ticket.fenced() for ticket in tickets):
+        time.sleep(0.01)
 
 
 def _batches(
