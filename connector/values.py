@@ -7,7 +7,6 @@ import os
 import re
 from dataclasses import dataclass
 from typing import Any
-from urllib.parse import urlsplit
 
 from ..storage.errors import ConfigError
 
@@ -198,7 +197,7 @@ def _path(setting: Setting, value: Any) -> str:
 
 def _url(setting: Setting, value: Any) -> str:
     text = _text(setting, value)
-    if urlsplit(text).scheme not in ("redis", "rediss", "unix", "valkey", "valkeys"):
+    if text.partition("://")[0] not in ("redis", "rediss", "unix", "valkey", "valkeys"):
         raise setting.wrong(value, 'give a URL like "redis://host:6379/0"')
     return text
 

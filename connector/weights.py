@@ -105,6 +105,7 @@ class WeightsCache:
             return
         folder = os.path.dirname(self._path) or "."
         with contextlib.suppress(OSError):
+            os.makedirs(folder, mode=0o700, exist_ok=True)
             handle, temporary = tempfile.mkstemp(dir=folder, prefix=".weights-", suffix=".tmp")
             try:
                 with os.fdopen(handle, "w") as file:
