@@ -28,7 +28,8 @@ from numpy.typing import NDArray
 
 from .copyplan import GroupShape, check_blocks, group_shape
 from .cuda_driver import ORDER_ANY, ORDER_STREAM, Driver, DriverError
-from .descriptors import Addresses, GroupDescriptors, Scratch
+from .cuda_tickets import CudaFence, CudaTicket, Direction, PooledEvent
+from .descriptors import Addresses, GroupDescriptors
 from .mover import (
     CopyFailed,
     CopyTicket,
@@ -71,86 +72,6 @@ class CudaLimits:
     yield_s: float = 0.02
     stall_s: float = 60.0
     close_s: float = 5.0
-
-
-class _Event:
-    """A driver event that returns to its pool with its last reference."""
-
-    __slots__ = ("_pool", "handle")
-
-    def __init__(self, handle: int, pool: deque[int]) -> None:
-        self.handle = handle
-        self._pool = pool
-
-    def __del__(self) -> None:
-        self._pool.append(self.handle)
-
-
-class CudaFence:
-    """A point of the engine's compute stream; see `kvtier.connector.mover.Fence`."""
-
-    __slots__ = ("_mover", "event")
-
-    def __init__(self, mover: CudaMover, event: _Event | None) -> None:
-        self._mover = mover
-        self.event = event
-
-    def reached(self) -> bool:
-        """See `Fence.reached`; never, where recording it failed."""
-        return self.event is not None and self._mover.query(self.event) is True
-
-
-class CudaTicket:
-    """One copy under way; see `kvtier.connector.mover.CopyTicket`."""
-
-    __slots__ = ("_direction", "_done", "_error", "_event", "_mover")
-
-    def __init__(
-        self,
-        mover: CudaMover,
-        direction: _Direction,
-        event: _Event | None,
-        error: CopyFailed | None = None,
-    ) -> None:
-        self._mover = mover
-        self._direction = direction
-        self._event = event
-        self._error = error
-        self._done = False
-
-    def done(self) -> bool:
-        """See `CopyTicket.done`."""
-        if self._done or self._error is not None:
-            return True
-        # The event first: what had landed before the mover broke is good.
-        reached = self._event is not None and self._mover.query(self._event)
-        if reached:
-            self._done = True
-        else:
-            self._error = self._mover.broken
-        return self._done or self._error is not None
-
-    def wait(self, timeout_s: float) -> None:
-        """See `CopyTicket.wait`."""
-        if not self._mover.poll(self.done, timeout_s):
-            raise CopyTimeout(f"a copy has not ended after {timeout_s:g} s")
-        if self._error is not None:
-            raise CopyFailed(str(self._error))
-
-    def fenced(self) -> bool:
-        """See `CopyTicket.fenced`."""
-        return self._done or self._mover.quiet(self._direction, self._event)
-
-
-class _Direction:
-    """One way: its stream, the batches under way, room for descriptors."""
-
-    def __init__(self, stream: int, to_device: bool, batch_copies: int) -> None:
-        self.stream = stream
-        self.to_device = to_device
-        self.lock = threading.Lock()
-        self.under_way: deque[_Event] = deque()
-        self.scratch = Scratch(batch_copies)
 
 
 Kernel = Callable[[int, Ids, Addresses], None]
@@ -206,8 +127,8 @@ class CudaMover:
         self.broken: CopyFailed | None = None
         driver.use()
         copies = self._limits.batch_copies
-        self._load = _Direction(driver.create_stream(urgent=True), True, copies)
-        self._save = _Direction(driver.create_stream(urgent=False), False, copies)
+        self._load = Direction(driver.create_stream(urgent=True), True, copies)
+        self._save = Direction(driver.create_stream(urgent=False), False, copies)
 
     def uses_kernel(self, group: int) -> bool:
         """Tell whether loads of a group go through `copy_kernel`."""
@@ -243,21 +164,28 @@ class CudaMover:
                 self._no_loads.notify_all()
 
     def close(self) -> None:
-        """See `Mover.close`. Streams that are still busy after `CudaLimits.close_s` are left."""
+        """See `Mover.close`; also unpins the pages.
+
+        Streams that are still busy after `CudaLimits.close_s` are left, and so are the pins.
+        """
         if self._closed:
             return
         self._closed = True
+        all_quiet = True
         for direction in (self._load, self._save):
             with direction.lock:
                 if not self.poll(partial(self.quiet, direction, None), self._limits.close_s):
                     logger.warning("copies are still under way at shutdown; their stream is left")
+                    all_quiet = False
                     continue
                 direction.under_way.clear()
                 self._drop(self._driver.destroy_stream, direction.stream)
+        if all_quiet:
+            self._pinning.close()
         while self._events:
             self._drop(self._driver.destroy_event, self._events.popleft())
 
-    def query(self, event: _Event) -> bool | None:
+    def query(self, event: PooledEvent) -> bool | None:
         """Tell whether an event is reached; None (and the mover broken) if the driver failed."""
         try:
             self._driver.use()
@@ -266,7 +194,7 @@ class CudaMover:
             self._break(error)
             return None
 
-    def quiet(self, direction: _Direction, event: _Event | None) -> bool:
+    def quiet(self, direction: Direction, event: PooledEvent | None) -> bool:
         """Tell whether an event is reached, or, without one, whether a stream has nothing left.
 
         A driver that answers with an error has torn its context down: nothing moves any more.
@@ -293,7 +221,7 @@ class CudaMover:
         return True
 
     def _copy(
-        self, direction: _Direction, group: int, block_ids: Ids, page_ids: Ids, after: Fence | None
+        self, direction: Direction, group: int, block_ids: Ids, page_ids: Ids, after: Fence | None
     ) -> CopyTicket:
         shape = shape_of(self._shapes, group)
         if check_blocks(block_ids, page_ids, shape.num_blocks) == 0:
@@ -323,7 +251,7 @@ class CudaMover:
             # Earlier batches, or part of the last, may be under way.
             return CudaTicket(self, direction, self._last_mark(direction), error)
 
-    def _follow(self, direction: _Direction, after: Fence | None) -> None:
+    def _follow(self, direction: Direction, after: Fence | None) -> None:
         if after is None:
             return
         assert isinstance(after, CudaFence)
@@ -332,7 +260,7 @@ class CudaMover:
         self._driver.wait_for(direction.stream, after.event.handle)
 
     def _batches(
-        self, direction: _Direction, group: int, block_ids: Ids, addresses: Addresses
+        self, direction: Direction, group: int, block_ids: Ids, addresses: Addresses
     ) -> Iterator[Callable[[], None]]:
         """Yield a function for each batch that hands it to the driver."""
         builder, scratch = self._groups[group], direction.scratch
@@ -358,7 +286,7 @@ class CudaMover:
                 to, start = (flat.device, flat.host) if to_device else (flat.host, flat.device)
                 yield partial(driver.copy_batch, to, start, flat.size, stream, to_device=to_device)
 
-    def _make_room(self, direction: _Direction) -> None:
+    def _make_room(self, direction: Direction) -> None:
         """Wait until another batch may be queued; saves let loads go first, for a moment."""
         if not direction.to_device:
             with self._no_loads:
@@ -375,19 +303,19 @@ class CudaMover:
             raise DriverError("cuEventQuery", 0, str(self.broken))
         under_way.popleft()
 
-    def _event(self) -> _Event:
+    def _event(self) -> PooledEvent:
         try:
             handle = self._events.popleft()
         except IndexError:
             handle = self._driver.create_event()
-        return _Event(handle, self._events)
+        return PooledEvent(handle, self._events)
 
-    def _mark(self, direction: _Direction) -> _Event:
+    def _mark(self, direction: Direction) -> PooledEvent:
         event = self._event()
         self._driver.record(event.handle, direction.stream)
         return event
 
-    def _last_mark(self, direction: _Direction) -> _Event | None:
+    def _last_mark(self, direction: Direction) -> PooledEvent | None:
         try:
             return self._mark(direction)
         except DriverError:

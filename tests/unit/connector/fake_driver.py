@@ -181,6 +181,10 @@ class PumpedClock:
 class AllPinned:
     def __init__(self, answer=True):
         self.answer = answer
+        self.closed = False
 
     def covers(self, addresses):
         return self.answer
+
+    def close(self):
+        self.closed = True

@@ -17,6 +17,7 @@ from kvtier.storage.errors import AddressError
 
 SEED = 20_407
 NUM_BLOCKS = 14
+ROUNDS = 4
 
 
 @dataclass
@@ -92,10 +93,10 @@ class MoverContract:
     def layout(self, request):
         return request.param
 
-    @pytest.fixture(params=[0, 1, 2])
-    def rng(self, request):
-        print("seed", SEED, request.param)
-        return np.random.default_rng([SEED, request.param])
+    @pytest.fixture
+    def rng(self):
+        print("seed", SEED)
+        return np.random.default_rng(SEED)
 
     @pytest.fixture
     def world(self, layout, rng, make_mover):
@@ -125,7 +126,10 @@ class MoverContract:
 
     def test_save_moves_exactly_the_blocks(self, world, rng):
         """A save fills its pages with the blocks' regions and zeros, and touches nothing else."""
-        device, pages, mover = world
+        for _ in range(ROUNDS):
+            self._check_save(*world, rng)
+
+    def _check_save(self, device, pages, mover, rng):
         table = device.tables[3]
         blocks, page_ids = self._ids(rng)
         before = [pages.bytes_of(p) for p in range(NUM_BLOCKS)]
@@ -146,7 +150,10 @@ class MoverContract:
 
     def test_load_moves_exactly_the_blocks(self, world, rng):
         """A load fills its blocks from their pages and touches nothing else."""
-        device, pages, mover = world
+        for _ in range(ROUNDS):
+            self._check_load(*world, rng)
+
+    def _check_load(self, device, pages, mover, rng):
         table = device.tables[3]
         blocks, page_ids = self._ids(rng)
         expected = device.memory.copy()
