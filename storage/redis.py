@@ -3,8 +3,8 @@
 A record lies as `kvtier.storage.redis_layout` says; `redis_wire` moves its
 bytes, `redis_servers` knows where. Nothing connects before the first call.
 
-Commands used, for those who write ACLs: ``GET GETRANGE SET EXISTS UNLINK
-PERSIST EXPIRE STRLEN OBJECT|IDLETIME SCAN MULTI EXEC``. Never ``KEYS`` nor
+Commands used, for those who write ACLs: ``GET GETRANGE STRLEN EXISTS SET
+UNLINK EXPIRE PEXPIRE PERSIST MULTI EXEC SCAN OBJECT|IDLETIME``. Never ``KEYS`` nor
 ``FLUSH*``; nothing outside our prefix is read or written.
 """
 

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 
 WINDOW_STRIPES = 3
 PIECE_BYTES = 1 << 20  # hashed while the processor's cache holds it
+_GRACE_MS = 5_000  # a replaced record's stripes stay for those who read it just now
 _UNFINISHED_MS = 600_000  # stripes whose head never came vanish by themselves
 
 
@@ -75,7 +76,7 @@ def read_record(wire: Wire, place: Place, spec: RecordSpec, into: Buffers) -> in
     wire.send([command(b"GET", place.names.head(spec.key))], 1)
     size = wire.bulk_bytes()
     if isinstance(size, ServerError):
-        raise_error(size, place.where)
+        raise_error(size, place.where, hops=True)
     if size is None:
         raise RecordMissing("no such record")
     raw_head = bytearray(min(HEAD_BYTES, size))
@@ -105,7 +106,7 @@ def _read_stripes(wire: Wire, place: Place, head: Head, into: Buffers) -> None:
         if number:
             size = wire.bulk_bytes()
             if isinstance(size, ServerError):
-                raise_error(size, place.where)
+                raise_error(size, place.where, hops=True)
             if size is None:
                 text = f"stripe {number} of {head.stripes} is gone"
                 raise StripeGoneError(head.generation, text)
@@ -149,7 +150,7 @@ def write_record(
     wire.begin(head.header.stored_bytes)
     found = _ask(wire, [command(b"GETRANGE", names.head(spec.key), 0, HEAD_BYTES - 1)])[0]
     if isinstance(found, ServerError) and found.code != "WRONGTYPE":
-        raise_error(found, place.where, writing=True)
+        raise_error(found, place.where, writing=True, hops=True)
     if not overwrite and isinstance(found, bytes) and _looks_intact(wire, place, spec, found):
         return Written(PutResult.EXISTS)
     try:
@@ -161,14 +162,15 @@ def write_record(
 
 
 def _looks_intact(wire: Wire, place: Place, spec: RecordSpec, found: bytes) -> bool:
-    """Whether the bytes of a head are that of ``spec`` and all its stripes are there."""
+    """Whether the bytes of a head are that of ``spec`` and all its stripes have their length."""
     try:
         head = parse_head(found)
         check(head.header, spec, place.namespace, place.rank)
     except RecordDamaged:
         return False
     names = place.names.stripes(spec.key, head)
-    return not names or _ask(wire, [command(b"EXISTS", *names)])[0] == len(names)
+    found_bytes = _ask(wire, [command(b"STRLEN", name) for name in names])
+    return found_bytes == [head.bytes_of(i) for i in range(1, head.stripes)]
 
 
 def _write(
@@ -206,7 +208,7 @@ def _write(
     if asked and written and (errors or any(answer != 1 for answer in kept)):
         _drop(wire, [place.names.head(head.header.key)])
     if errors:
-        raise_error(errors[0], place.where, writing=True)
+        raise_error(errors[0], place.where, writing=True, hops=True)
     if any(answer != 1 for answer in kept):
         raise TierRefused(f"redis {place.where}: evicts stripes before their record is whole")
     if fresh and last is None:
@@ -267,13 +269,17 @@ def _head_commands(place: Place, head: Head, *, fresh: bool) -> tuple[bytes, byt
 
 
 def _drop_replaced(wire: Wire, place: Place, head: Head, old: Answer) -> int:
-    """Delete the stripes of the record whose place ``head`` took; return what it took."""
+    """Let go of the record whose place ``head`` took; return what it took.
+
+    Its stripes stay for a moment, for those who read them just now.
+    """
     try:
         replaced = parse_head(old if isinstance(old, bytes) else b"")
     except RecordDamaged:
         return 0  # its stripes cannot be known; their time to live ends them
     if replaced.generation != head.generation:
-        _drop(wire, place.names.stripes(head.header.key, replaced))
+        names = place.names.stripes(head.header.key, replaced)
+        _ask(wire, [command(b"PEXPIRE", name, _GRACE_MS) for name in names])
     return HEAD_BYTES + replaced.header.stored_bytes
 
 
@@ -285,7 +291,8 @@ def _drop(wire: Wire, names: Sequence[bytes]) -> None:
 
 def _ask(wire: Wire, commands: Sequence[bytes]) -> list[Answer]:
     """Send small commands in one go and return their answers."""
-    wire.send([b"".join(commands)], len(commands))
+    if commands:
+        wire.send([b"".join(commands)], len(commands))
     return [wire.answer() for _ in commands]
 
 

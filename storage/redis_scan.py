@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from .errors import RecordDamaged
-from .redis_ask import ask_node
+from .errors import RecordDamaged, TierUnavailable
+from .redis_ask import Question, ask, ask_node
 from .redis_layout import HEAD_BYTES, Head, parse_head
 from .redis_wire import ServerError, command, raise_error
 
@@ -48,9 +48,11 @@ def head_names(servers: Servers, node: Node, pattern: bytes) -> Iterator[list[by
         answer = ask_node(servers, node, [line])[0]
         if isinstance(answer, ServerError):
             raise_error(answer, node.where)
-        assert isinstance(answer, list)
-        cursor, names = answer[0], answer[1]  # type: ignore[assignment]
-        assert isinstance(names, list)
+        found = answer if isinstance(answer, list) and len(answer) == 2 else [None, None]
+        cursor_answer, names = found
+        if not isinstance(cursor_answer, bytes) or not isinstance(names, list):
+            raise TierUnavailable(f"redis {node.where}: not the protocol: what SCAN answers")
+        cursor = cursor_answer
         for start in range(0, len(names), _BATCH):
             yield [name for name in names[start : start + _BATCH] if isinstance(name, bytes)]
         if cursor == b"0":
@@ -73,7 +75,8 @@ def heads_of(servers: Servers, node: Node, names: Sequence[bytes]) -> Iterator[F
     answers = ask_node(servers, node, questions)[1:-1]
     for index, name in enumerate(names):
         idle, length, start = answers[3 * index : 3 * index + 3]
-        if length == 0 or idle is None:
+        gone = isinstance(length, ServerError) and length.code != "WRONGTYPE"
+        if gone or length == 0 or idle is None:
             continue
         head = None
         if isinstance(start, bytes):
@@ -98,9 +101,11 @@ def unlink_all(servers: Servers, node: Node, pattern: bytes) -> int:
     """
     deleted = 0
     for names in head_names(servers, node, pattern):
-        # one command for each: in a cluster they lie in different slots
-        for answer in ask_node(servers, node, [command(b"UNLINK", name) for name in names]):
+        # one command for each: in a cluster they lie in different slots, which may move
+        for answer in ask(servers, [Question(n, command(b"UNLINK", n)) for n in names]):
             if isinstance(answer, ServerError):
                 raise_error(answer, node.where, writing=True)
+            if answer is None:
+                raise TierUnavailable(f"redis {node.where}: a slot is moving to another node")
             deleted += answer == 1
     return deleted

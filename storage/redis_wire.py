@@ -53,18 +53,26 @@ class MigratingError(Exception):
     """The slot of this key is moving between two nodes just now."""
 
 
-def raise_error(error: ServerError, where: str, *, writing: bool = False) -> NoReturn:
+def raise_error(
+    error: ServerError, where: str, *, writing: bool = False, hops: bool = False
+) -> NoReturn:
     """Raise what an error answer means to a tier.
+
+    Args:
+        error: the answer.
+        where: the server, for the message.
+        writing: not being allowed to means that saves are refused.
+        hops: the caller looks elsewhere when the key is not on this node.
 
     Raises:
         RecordDamaged: the key holds another type.
         TierRefused: the server takes no writes now.
         TierUnavailable: anything else.
-        MovedError, MigratingError: of a cluster.
+        MovedError, MigratingError: of a cluster, with ``hops``.
     """
-    if error.code == "MOVED":
+    if hops and error.code == "MOVED":
         raise MovedError(error.text)
-    if error.code in {"ASK", "TRYAGAIN"}:
+    if hops and error.code in {"ASK", "TRYAGAIN"}:
         raise MigratingError(error.text)
     if error.code == "WRONGTYPE":
         raise RecordDamaged(DamageReason.NOT_A_FILE, "the key holds another type")

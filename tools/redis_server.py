@@ -81,6 +81,7 @@ class RedisServer:
         return [
             *(self.binary, "--bind", "127.0.0.1", "--port", str(self.port)),
             *("--save", "", "--appendonly", "no", "--dir", self.folder),
+            *("--repl-diskless-sync-delay", "0"),
             *("--unixsocket", self.socket_path, "--loglevel", "warning"),
             *self.options,
         ]
