@@ -206,6 +206,11 @@ def from_kv_cache_config(
     pcp = engine_api.pcp_size(vllm_config)
     if pcp != 1:
         raise GeometryError(f"prefill context parallel size {pcp} is not supported, only 1")
+    if getattr(getattr(vllm_config, "cache_config", None), "calculate_kv_scales", False):
+        raise GeometryError(
+            "KV scales that are calculated at run time lie outside the blocks "
+            "(--calculate-kv-scales); use scales from the checkpoint"
+        )
     engine_groups = kv_cache_config.kv_cache_groups
     ids = engine_api.cacheable_group_ids(kv_cache_config)
     if not ids:

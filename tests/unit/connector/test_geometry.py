@@ -335,6 +335,14 @@ def test_prefill_context_parallel_is_refused() -> None:
         from_kv_cache_config(vllm_config(prefill_context_parallel_size=2), config(MambaSpec()))
 
 
+def test_scales_outside_the_blocks_are_refused() -> None:
+    """Quantised KV whose scales are found at run time cannot be restored from blocks alone."""
+    engine = vllm_config()
+    engine.cache_config.calculate_kv_scales = True
+    with pytest.raises(GeometryError, match="scales"):
+        from_kv_cache_config(engine, config(FullAttentionSpec()))
+
+
 def test_layers_are_ordered_as_people_count() -> None:
     """Layer 10 comes after layer 9, whatever order the engine lists them in."""
     names = ["model.layers.10.attn", "model.layers.9.attn", "draft.layers.0.attn", "model.norm"]
