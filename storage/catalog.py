@@ -184,6 +184,14 @@ class Catalog:
             n += 1
         return n
 
+    def age(self) -> int:
+        """Return the age of a use now: younger than every one before.
+
+        What ends at token n of one prefix counts as used at ``age - n``.
+        """
+        self._tick += _AGE_STEP
+        return self._tick
+
     def touch(self, keys: Iterable[bytes]) -> None:
         """Mark chunks as just used; give a prefix from its end to its start."""
         for key in keys:
@@ -333,17 +341,6 @@ class Catalog:
         if ok and not entry.dead:
             entry.ram = RamState.READY
             self._ram_chunks += 1
-            self.version += 1
-
-    def lose_ram(self, entry: Entry) -> None:
-        """The RAM copy is not to be trusted any more."""
-        if entry.ram is not RamState.READY:
-            return
-        if entry.pins == 0:
-            self._release(entry)
-        else:  # never READY again in these pages; they go back with the last pin
-            self._ram_chunks -= 1
-            entry.ram = RamState.FILLING
             self.version += 1
 
     def _join_lru(self, entry: Entry) -> None:
