@@ -14,19 +14,17 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
-import stat
 import threading
 import time
 from typing import TYPE_CHECKING, Any
 
 from . import codec as codecs
-from .disk_evict import Evictor, remove_all
+from .disk_evict import Evictor
 from .disk_file import RecordIO, file_bytes, unavailable, write_error
 from .disk_index import Index
 from .disk_journal import JournalWriter
 from .disk_keeper import Keeper
 from .disk_layout import (
-    FILE_MODE,
     NAMESPACE_FILE,
     RECORD_SUFFIX,
     TMP_FOLDER,
@@ -37,12 +35,20 @@ from .disk_layout import (
     rank_folder,
     record_path,
 )
-from .disk_usage import Owner, Usage, UsageUnknown
-from .errors import RecordMissing, TierRefused, TierUnavailable
+from .disk_place import (
+    clear_way,
+    link_new,
+    looks_intact,
+    remove_all,
+    same_length,
+    write_small,
+)
+from .disk_room import Room
+from .disk_usage import Owner, Usage
+from .errors import RecordMissing, TierUnavailable
 from .key import NAMESPACE_BYTES, key_name
-from .record import DISK_HEADER_BYTES, CodecId, Header, payload_checksum
+from .record import CodecId, Header, payload_checksum
 from .tier import (
-    ALIGN_BYTES,
     PutResult,
     RecordInfo,
     Tier,
@@ -57,10 +63,8 @@ if TYPE_CHECKING:
     from .disk_layout import RecordFile
     from .tier import Buffers, RecordSpec
 
-_RECOUNT_TIMEOUT_S = 5.0
 _CLOSE_TIMEOUT_S = 5.0
 _TOKEN_AGE_S = 200e-6  # see _used_at
-_NO_LINKS = frozenset({errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK})
 _FULL = frozenset({errno.ENOSPC, errno.EDQUOT})
 
 
@@ -132,6 +136,7 @@ class DiskTier(Tier):
             clock,
         )
         self._keeper.evictor = self._evictor
+        self._room = Room(self._root, capacity_bytes, self._usage, self._evictor, self._keeper)
         self._closed = False
         self._quarantined = 0
         self._lock = threading.Lock()
@@ -144,7 +149,7 @@ class DiskTier(Tier):
     def put(self, spec: RecordSpec, payload: Buffers, *, replace: bool = False) -> PutResult:
         """Store a record; see `Tier.put`."""
         path = record_path(self._folder, spec.key)
-        if not replace and self._looks_intact(path, spec):
+        if not replace and looks_intact(path, spec):
             self._keeper.look(spec.key)
             return PutResult.EXISTS
         encoded = codecs.encode(self._codec, self._item_bytes, payload)
@@ -171,7 +176,7 @@ class DiskTier(Tier):
                 if error.errno not in _FULL:
                     raise
                 # The disk is full although the cap is not reached: other things lie there too.
-                self._make_room(total, at_least=total)
+                self._room.make(total, at_least=total)
                 stored = self._store(spec.key, header, encoded.parts, total, used_at_s, replace)
         except OSError as error:
             raise write_error(error, f"cannot write below {self._root}") from None
@@ -181,17 +186,6 @@ class DiskTier(Tier):
         self._index.add(spec.key, total, used_at_s, fresh=True)
         self._journal.append(spec.key)
         return PutResult.STORED
-
-    def _looks_intact(self, path: str, spec: RecordSpec) -> bool:
-        try:
-            status = os.lstat(path)
-        except OSError:
-            return False
-        return (
-            stat.S_ISREG(status.st_mode)
-            and status.st_size % ALIGN_BYTES == 0
-            and DISK_HEADER_BYTES < status.st_size <= file_bytes(spec.raw_bytes)
-        )
 
     def _store(
         self,
@@ -207,11 +201,11 @@ class DiskTier(Tier):
         Raises:
             OSError, TierRefused, TierUnavailable: nothing is left behind.
         """
-        self._reserve(total)
+        self._room.reserve(total)
         done = False
         tmp = ""
         try:
-            tmp = f"{self._folder}/{TMP_FOLDER}/{self._owner.tmp_name()}{TMP_SUFFIX}"
+            tmp = self._tmp_path()
             try:
                 self._io.write(tmp, header, parts, used_at_s)
             except FileNotFoundError:
@@ -235,46 +229,12 @@ class DiskTier(Tier):
         path = record_path(self._folder, key)
         for _ in range(8):
             with contextlib.suppress(FileExistsError):
-                _link(tmp, path)
+                link_new(tmp, path)
                 return True
-            if not replace and _same_length(tmp, path):
+            if not replace and same_length(tmp, path):
                 return False
             self._remove(path, key)
         raise OSError(errno.EAGAIN, "others keep writing the same record")
-
-    def _reserve(self, total: int) -> None:
-        """Reserve room below the capacity, evicting what is oldest.
-
-        Raises:
-            TierRefused: there is none.
-            OSError.
-        """
-        if total > self._capacity_bytes:
-            raise TierRefused(
-                f"a record of {total} bytes is larger than the disk tier's"
-                f" capacity of {self._capacity_bytes}"
-            )
-        deadline_s = time.monotonic() + _RECOUNT_TIMEOUT_S
-        while True:
-            try:
-                if self._usage.reserve(total, self._capacity_bytes) == 0:
-                    return
-                if self._keeper.walked.wait(max(0.0, deadline_s - time.monotonic())):
-                    self._make_room(total)
-            except UsageUnknown:
-                self._keeper.want_walk()
-                time.sleep(0.005)
-            except TierUnavailable as error:
-                raise TierRefused(str(error)) from None
-            if time.monotonic() > deadline_s:
-                raise TierRefused(f"no room below {self._root}: others fill it as fast")
-
-    def _make_room(self, total: int, at_least: int = 0) -> None:
-        try:
-            if not self._evictor.make_room(total, self._capacity_bytes, at_least=at_least):
-                raise TierRefused(f"nothing left to evict below {self._root} for {total} bytes")
-        except UsageUnknown:
-            self._keeper.want_walk()
 
     def get(self, spec: RecordSpec, into: Buffers) -> int:
         """Read, verify and decode a record; see `Tier.get`."""
@@ -346,7 +306,7 @@ class DiskTier(Tier):
             f".{word or 'damaged'}.{os.getpid()}-{number}{RECORD_SUFFIX}"
         )
         try:
-            _clear_way(path)
+            clear_way(path)
             if not self._evictor.quarantine(path, name, seen.file_bytes if seen else None):
                 self._keeper.want_walk()  # not what was counted: count again
             self._evictor.trim_quarantine(self._capacity_bytes)
@@ -423,16 +383,12 @@ class DiskTier(Tier):
             OSError.
         """
         path = f"{self._root}/{self._namespace.hex()}/{NAMESPACE_FILE}"
-        if os.path.lexists(path):
-            return
-        make_folders(f"{self._folder}/{TMP_FOLDER}")
-        tmp = f"{self._folder}/{TMP_FOLDER}/{self._owner.tmp_name()}{TMP_SUFFIX}"
-        fd = os.open(tmp, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, FILE_MODE)
-        try:
-            os.write(fd, pack_namespace(self._namespace, self._description))
-        finally:
-            os.close(fd)
-        os.rename(tmp, path)
+        if not os.path.lexists(path):
+            make_folders(f"{self._folder}/{TMP_FOLDER}")
+            write_small(path, self._tmp_path(), pack_namespace(self._namespace, self._description))
+
+    def _tmp_path(self) -> str:
+        return f"{self._folder}/{TMP_FOLDER}/{self._owner.tmp_name()}{TMP_SUFFIX}"
 
 
 def _used_at(now_s: float, spec: RecordSpec) -> float:
@@ -443,36 +399,3 @@ def _used_at(now_s: float, spec: RecordSpec) -> float:
     10 to 25 ms to write and looks 51 ms older. `touch` gives the exact order.
     """
     return now_s - spec.start_tokens * _TOKEN_AGE_S
-
-
-def _link(tmp: str, path: str) -> None:
-    """Link a file to its final name, making the folders on the way.
-
-    Raises:
-        OSError: FileExistsError when something lies there.
-    """
-    try:
-        os.link(tmp, path)
-    except (FileNotFoundError, NotADirectoryError):
-        _clear_way(path)
-        make_folders(os.path.dirname(path))
-        os.link(tmp, path)
-    except OSError as error:
-        if error.errno not in _NO_LINKS:
-            raise
-        os.rename(tmp, path)  # what it replaces stays counted until the next walk
-
-
-def _clear_way(path: str) -> None:
-    """Remove what stands where a folder on the way to a record should be."""
-    for folder in (os.path.dirname(os.path.dirname(path)), os.path.dirname(path)):
-        if os.path.lexists(folder) and not os.path.isdir(folder):
-            os.unlink(folder)
-
-
-def _same_length(tmp: str, path: str) -> bool:
-    try:
-        there = os.lstat(path)
-        return stat.S_ISREG(there.st_mode) and there.st_size == os.lstat(tmp).st_size
-    except OSError:
-        return False

@@ -24,6 +24,7 @@ from .disk_layout import (
     rank_folder,
     record_path,
 )
+from .disk_place import remove_all
 from .disk_usage import LockedFile
 
 if TYPE_CHECKING:
@@ -274,17 +275,3 @@ def _look(path: str) -> os.stat_result | None:
         return os.lstat(path)
     except (FileNotFoundError, NotADirectoryError):
         return None
-
-
-def remove_all(path: str) -> None:
-    """Remove a file, a device node, or a folder with all that is in it."""
-    try:
-        os.unlink(path)
-    except (IsADirectoryError, PermissionError):  # Linux says EISDIR, POSIX EPERM
-        for folder, folders, files in os.walk(path, topdown=False):
-            for name in files:
-                os.unlink(f"{folder}/{name}")
-            for name in folders:
-                sub = f"{folder}/{name}"
-                (os.unlink if os.path.islink(sub) else os.rmdir)(sub)
-        os.rmdir(path)

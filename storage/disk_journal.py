@@ -7,8 +7,8 @@ doubled or out of order do no harm. A line that is lost costs time: the next
 walk of the directory finds the change.
 
 A journal that grew is replaced by an empty one of the next generation. Who
-still writes to the old file sees that it has no name any more and writes
-again; who reads it reads it to its end before turning to the new one.
+still writes to the old file sees that it lost its name and writes again; who
+reads it reads it to its end before turning to the new one.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ import threading
 from dataclasses import dataclass
 
 from .disk_layout import FILE_MODE, make_folders
+from .disk_usage import is_at
 from .errors import KVTierError
 from .key import key_name, parse_key_name
 
@@ -63,9 +64,8 @@ class JournalWriter:
                 if self._fd < 0:
                     self._fd = _open_append(self._path)
                 os.write(self._fd, line)
-                status = os.fstat(self._fd)
-                if status.st_nlink:
-                    if status.st_size > _ROTATE_BYTES:
+                if is_at(self._fd, self._path):
+                    if os.fstat(self._fd).st_size > _ROTATE_BYTES:
                         self._rotate()
                     return
                 self._drop()
@@ -145,7 +145,7 @@ class JournalReader:
         keys: set[bytes] = set()
         everything = False
         if self._fd >= 0:
-            replaced = self._replaced()
+            replaced = not is_at(self._fd, self._path)
             everything = self._read(keys)
             if not replaced:
                 return News(frozenset(keys), everything)
@@ -160,13 +160,6 @@ class JournalReader:
         if self._fd >= 0:
             everything = self._read(keys) or everything
         return News(frozenset(keys), everything)
-
-    def _replaced(self) -> bool:
-        try:
-            there, ours = os.stat(self._path), os.fstat(self._fd)
-        except OSError:
-            return True
-        return (there.st_ino, there.st_dev) != (ours.st_ino, ours.st_dev)
 
     def _read(self, keys: set[bytes]) -> bool:
         """Add the keys up to the file's end; return whether a walk is needed."""

@@ -24,7 +24,7 @@ from .disk_layout import (
     record_path,
 )
 from .disk_usage import UsageUnknown
-from .errors import KVTierError
+from .errors import KVTierError, TierUnavailable
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -36,6 +36,7 @@ if TYPE_CHECKING:
 
 _LOG = logging.getLogger("kvtier.disk")
 _WALK_EVERY_S = 300.0
+_WALK_SPACING = 50.0  # of what a walk takes, between walks that only make the counter exact
 _TOUCHES_A_POLL = 2000
 _BREATHE_FILES = 512  # the walk lets other threads run this often
 
@@ -65,6 +66,7 @@ class Keeper:
         self.evictor: Evictor  # set by the tier: the two need each other
         self.walked = threading.Event()  # the first walk is done
         self._problem = ""
+        self._exact = True  # the last recount was not disturbed by writes
 
     def start(self, capacity_bytes: int, poll_s: float) -> None:
         """Start the thread."""
@@ -94,6 +96,11 @@ class Keeper:
                     self._wanted.clear()
                     next_walk_s = time.monotonic() + _WALK_EVERY_S
                     self.walk()
+                    if not self._exact and self._usage.last_used_bytes > 0.9 * capacity_bytes:
+                        # What is counted too much would be evicted for nothing.
+                        next_walk_s = time.monotonic() + max(
+                            2.0, _WALK_SPACING * self.evictor.others.walk_s
+                        )
                 self._follow(reader)
                 self._write_touches()
                 self._hold_capacity(capacity_bytes)
@@ -129,19 +136,26 @@ class Keeper:
         with self._walking:
             if self._walks > before or self._stop.is_set():
                 return  # one ended while this thread waited
-            mark = self._usage.begin_recount()
             self._index.begin_walk()
-            self._sweep()
             count = _Count()
+            try:
+                mark = self._usage.begin_recount()
+                self._sweep()
+            except (OSError, TierUnavailable) as error:
+                mark, count.problem = -1, error  # a read-only disk can be read all the same
             self.evictor.others.replace(self._foreign(count))
             if self._stop.is_set():
                 return
             self._drop_unseen()
-            count.total_bytes += sum(file_bytes for _, file_bytes, _ in iter_quarantine(self._root))
-            self._usage.finish_recount(mark, count.total_bytes)
-            self._walks += 1
-            self._index.set_complete()
-            self.walked.set()
+            try:
+                if count.problem is not None:
+                    raise count.problem
+                quarantined = sum(file_bytes for _, file_bytes, _ in iter_quarantine(self._root))
+                self._exact = self._usage.finish_recount(mark, count.total_bytes + quarantined)
+            finally:
+                self._walks += 1
+                self._index.set_complete()
+                self.walked.set()
 
     def _foreign(self, count: _Count) -> Iterator[RecordFile]:
         """Put own records into the index and yield the others'; count all."""
@@ -210,3 +224,4 @@ class _Count:
 
     def __init__(self) -> None:
         self.total_bytes = 0
+        self.problem: Exception | None = None

