@@ -144,8 +144,6 @@ class DiskTier(Tier):
             self._describe()
         self._keeper.start(capacity_bytes, poll_s)
 
-    # ---- records
-
     def put(self, spec: RecordSpec, payload: Buffers, *, replace: bool = False) -> PutResult:
         """Store a record; see `Tier.put`."""
         path = record_path(self._folder, spec.key)
@@ -315,8 +313,6 @@ class DiskTier(Tier):
         finally:
             self._keeper.look(key)
         self._journal.append(key)
-
-    # ---- what is known
 
     def scan(self) -> Iterator[RecordInfo]:
         """Yield this rank's records as the directory has them now."""
