@@ -74,12 +74,14 @@ def build_scheduler(
     geometry: Geometry,
     namespace: Callable[[int], NamespaceInfo | None],
     n_ranks: int,
+    replicas: int = 1,
 ) -> SchedulerHalf:
     """Make the scheduler half."""
+    n_holders = n_ranks // replicas
     plan = arena_plan(config, geometry, n_ranks)
     catalog = Catalog(
         lower_tiers(config),
-        n_ranks,
+        n_holders,
         retain_in_ram=config.ram_bytes > 0,
         first_page=plan.staging_pages,
     )
@@ -89,7 +91,7 @@ def build_scheduler(
         deadline_s=config.load_deadline_s,
         lookup_deadline_s=config.lookup_deadline_s,
         write=write_policy(config),
-        open_probers=(lambda info: open_probers(config, info, n_ranks)) if config.redis else None,
+        open_probers=(lambda info: open_probers(config, info, n_holders)) if config.redis else None,
         adapter_of=adapter_of(),
     )
     return SchedulerHalf(
@@ -119,9 +121,9 @@ def adapter_of() -> Callable[[Any], str | None]:
     return fingerprint
 
 
-def open_probers(config: Config, info: NamespaceInfo, n_ranks: int) -> Sequence[Prober]:
+def open_probers(config: Config, info: NamespaceInfo, n_holders: int) -> Sequence[Prober]:
     """Open what asks the shared Redis for other engines' chunks."""
-    tiers = [_open_redis(config, info, rank, 1) for rank in range(n_ranks)]
+    tiers = [_open_redis(config, info, holder, 1) for holder in range(n_holders)]
     return [Prober("redis", tiers, time.monotonic)]
 
 
@@ -133,6 +135,7 @@ def build_worker(
     rank: int,
     n_ranks: int,
     item_bytes: int,
+    replicas: int = 1,
 ) -> WorkerHalf:
     """Make a worker half on registered KV caches."""
     plan = arena_plan(config, geometry, n_ranks)
@@ -154,9 +157,10 @@ def build_worker(
         plan,
         {group.group_id: group.padded_block_bytes for group in geometry.groups},
         mover,
-        lambda info: open_tiers(config, info, rank, n_ranks, item_bytes),
+        lambda info: open_tiers(config, info, rank // replicas, n_ranks, item_bytes),
         time.monotonic,
         TransferLimits(links=links),
+        replicas=replicas,
     )
 
 

@@ -326,3 +326,10 @@ def kv_item_bytes(kv_caches: Mapping[str, Any]) -> int:
     """Return the size of one KV value, for codecs on byte planes."""
     sizes = [int(tensor.element_size()) for tensor in kv_caches.values()]
     return max(sizes, default=1) if max(sizes, default=1) in {1, 2, 4} else 1
+
+
+def identical_ranks(vllm_config: Any, kv_cache_config: Any) -> int:
+    """Return how many tensor-parallel ranks in a row hold identical KV (1: none do)."""
+    replicas = int(getattr(kv_cache_config, "kv_tp_replicas", 1) or 1)
+    tensor = int(vllm_config.parallel_config.tensor_parallel_size)
+    return replicas if replicas > 0 and tensor % replicas == 0 else 1

@@ -7,6 +7,7 @@ so. Scheduler thread only.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
@@ -60,6 +61,7 @@ class Ledger:
 
     Attributes:
         pin_blocks, unpin_blocks: take and give back references of device blocks.
+        unwritten_at_s: when a write-back last ended with nothing written.
     """
 
     catalog: Catalog
@@ -68,6 +70,7 @@ class Ledger:
     unpin_blocks: Callable[[Sequence[int]], None]
     clock: Callable[[], float]
     pinned_blocks: int = 0
+    unwritten_at_s: float = -math.inf
     _saves: dict[int, _Save] = field(default_factory=dict)
     _loads: dict[int, _Load] = field(default_factory=dict)
 
@@ -119,13 +122,15 @@ class Ledger:
                 if len(chunk.blocks):
                     self.catalog.filled(entry, ok)
 
-    def save_retired(self, event: SaveRetired, rank: int) -> None:
-        """One rank has finished with the pages of a save."""
+    def save_retired(self, event: SaveRetired, holder: int) -> None:
+        """One rank has finished with the pages of a save; ``holder`` keeps what it wrote."""
         save = self._saves[event.job_id]
         for index, tier in event.written:
             if save.ok[index] and not save.entries[index].dead:
                 chunk = save.job.chunks[index]
-                self.catalog.tier_added(tier, chunk.key, rank, len(chunk.pages))
+                self.catalog.tier_added(tier, chunk.key, holder, len(chunk.pages))
+        if not event.written and not save.device_blocks:
+            self.unwritten_at_s = self.clock()
         save.retires_left -= 1
         if save.retires_left == 0:
             del self._saves[event.job_id]

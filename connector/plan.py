@@ -7,7 +7,7 @@ neither is changed after it has been handed over.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from ..storage.jobs import Event, LoadJob, SaveJob
 
@@ -44,9 +44,13 @@ class Plan:
 
 @dataclass(frozen=True, slots=True)
 class RankReport:
-    """What one rank has to say after one step."""
+    """What one rank has to say after one step.
+
+    ``holder`` names whose records it reads: ranks with identical bytes (replicated
+    KV heads, MLA) share one set of records, which the first of them writes.
+    """
 
     rank: int
     ready_pages: int
     events: tuple[Event, ...] = ()
-    stats: dict[str, float] = field(default_factory=dict)
+    holder: int = 0

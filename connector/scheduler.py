@@ -89,7 +89,7 @@ class SchedulerHalf:
         self._load_plans = LoadPlanner(
             geometry, catalog, self._ledger, promote=self.options.promote
         )
-        self._shared = SharedLookup(geometry, catalog, n_ranks, clock)
+        self._shared = SharedLookup(geometry, catalog, clock)
         self.gate = Gate(self.options.load_policy)
         self._bytes_per_token = sum(
             g.padded_block_bytes / g.block_tokens
@@ -389,13 +389,13 @@ class SchedulerHalf:
                 self._ready_pages[report.rank] = report.ready_pages
                 self.catalog.add_pages(min(self._ready_pages))
             for event in report.events:
-                self._settle(event, report.rank)
+                self._settle(event, report)
 
-    def _settle(self, event: Event, rank: int) -> None:
+    def _settle(self, event: Event, report: RankReport) -> None:
         if isinstance(event, SaveCopied):
             self._ledger.save_copied(event)
         elif isinstance(event, SaveRetired):
-            self._ledger.save_retired(event, rank)
+            self._ledger.save_retired(event, report.holder)
         elif isinstance(event, LoadDone):
             outcome = self._ledger.load_done(event)
             if outcome is not None:
@@ -403,7 +403,7 @@ class SchedulerHalf:
         elif isinstance(event, LoadRetired):
             self._ledger.load_retired(event)
         elif isinstance(event, TierNews):
-            self._settle_news(event, rank)
+            self._settle_news(event, report)
 
     def _settle_load(self, outcome: LoadOutcome) -> None:
         tracker = self._trackers.get(outcome.job.request_id)
@@ -423,12 +423,12 @@ class SchedulerHalf:
             if status in {ChunkStatus.MISSING, ChunkStatus.DAMAGED}:
                 self.catalog.tier_removed(chunk.source, chunk.key)
 
-    def _settle_news(self, news: TierNews, rank: int) -> None:
-        place = (news.tier, rank)
+    def _settle_news(self, news: TierNews, report: RankReport) -> None:
+        place = (news.tier, report.rank)
         for key in news.removed:
-            self.catalog.tier_removed(news.tier, key, rank)
+            self.catalog.tier_removed(news.tier, key, report.holder)
         for key in news.added:
-            self.catalog.tier_added(news.tier, key, rank)
+            self.catalog.tier_added(news.tier, key, report.holder)
         if news.complete:
             self._incomplete.discard(place)
         elif news.reset:

@@ -24,12 +24,9 @@ class SharedLookup:
         clock: monotonic seconds.
     """
 
-    def __init__(
-        self, geometry: Geometry, catalog: Catalog, n_ranks: int, clock: Callable[[], float]
-    ) -> None:
+    def __init__(self, geometry: Geometry, catalog: Catalog, clock: Callable[[], float]) -> None:
         self._geometry = geometry
         self._catalog = catalog
-        self._n_ranks = n_ranks
         self._clock = clock
         self._database = ChunkedTokenDatabase(geometry)
         self._probers: list[Prober] = []
@@ -116,8 +113,8 @@ class SharedLookup:
     def _settle(self, tier: str, answer: Answer) -> None:
         self.round_trips += answer.round_trips
         for key in answer.present:
-            for rank in range(self._n_ranks):
-                self._catalog.tier_added(tier, key, rank)
+            for holder in range(self._catalog.n_holders):
+                self._catalog.tier_added(tier, key, holder)
         ticket, mark = answer.ticket, answer.mark
         if not answer.present:
             if len(self._absent) >= MAX_NEGATIVE:

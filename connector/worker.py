@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ..storage.jobs import Event, LoadDone, SaveJob
 from ..storage.ram import Arena
@@ -52,6 +52,8 @@ class WorkerHalf:
 
     Args:
         rank: this rank's number among those that share a plan.
+        replicas: so many ranks in a row hold identical bytes; the first of them writes
+            records, all of them read those.
         arena: RAM pages, growing already; closed here.
         plan: how the arena is cut.
         block_bytes: for each group id, bytes of a block in a page (padded).
@@ -70,8 +72,11 @@ class WorkerHalf:
         clock: Callable[[], float],
         limits: TransferLimits | None = None,
         flush_s: float = 3.0,
+        replicas: int = 1,
     ) -> None:
         self.rank = rank
+        self.holder = rank // replicas
+        self._writes = rank % replicas == 0
         self._arena = arena
         self._plan = plan
         self._mover = mover
@@ -100,11 +105,11 @@ class WorkerHalf:
             after = self._mover.fence()
             for load in plan.loads:
                 self.transfer.submit_load(load, after)
-        self._saves.extend(plan.saves)
+        self._saves.extend(plan.saves if self._writes else map(_copy_only, plan.saves))
         for tier, keys in plan.touches:
             link = self.transfer.links.get(tier)
             if link is not None:
-                link.tier.touch(keys)
+                link.touch(keys)
 
     def _enter(self, namespace: NamespaceInfo) -> None:
         try:
@@ -146,7 +151,7 @@ class WorkerHalf:
         if not events and ready == self._last_ready:
             return None
         self._last_ready = ready
-        return RankReport(self.rank, ready, tuple(events))
+        return RankReport(self.rank, ready, tuple(events), self.holder)
 
     def take_counts(self) -> dict[str, float]:
         """Return counters since the last call."""
@@ -156,8 +161,7 @@ class WorkerHalf:
         """Return what this rank can tell of its tiers now, without I/O."""
         values: dict[str, float] = {"save_queue_bytes": self.transfer.queued_save_bytes}
         for name, link in self.transfer.links.items():
-            stat = link.tier.stat()
-            values[f"resident_bytes.{name}"] = stat.stored_bytes
+            values[f"resident_bytes.{name}"] = link.stored_bytes()
             values[f"tier_online.{name}"] = float(link.online)
         return values
 
@@ -169,3 +173,8 @@ class WorkerHalf:
         self.transfer.close(self._flush_s)
         self._mover.close()
         self._arena.close()
+
+
+def _copy_only(job: SaveJob) -> SaveJob:
+    """Return the job without its writes below RAM: another rank does them."""
+    return replace(job, chunks=tuple(replace(chunk, tiers=()) for chunk in job.chunks))

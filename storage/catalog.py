@@ -79,7 +79,8 @@ class Catalog:
 
     Args:
         tiers: names of the tiers below RAM, fastest first.
-        n_ranks: ranks that must hold a record before it counts.
+        n_holders: ranks (those with identical bytes are one) that must hold a record
+            before it counts.
         retain_in_ram: False when RAM is only a staging area: pages go back as
             soon as the lower tiers have been written.
         first_page: pages below this one are not the catalog's.
@@ -88,16 +89,17 @@ class Catalog:
     def __init__(
         self,
         tiers: Sequence[str],
-        n_ranks: int = 1,
+        n_holders: int = 1,
         *,
         retain_in_ram: bool = True,
         first_page: int = 0,
     ) -> None:
         self.tiers = tuple(tiers)
+        self.n_holders = n_holders
         self.retain_in_ram = retain_in_ram
         self.counts = CatalogCounts()
         self.version = 0  # changes whenever an answer of `source` may change
-        self._all_ranks = (1 << n_ranks) - 1
+        self._all_ranks = (1 << n_holders) - 1
         self._entries: dict[bytes, Entry] = {}
         self._free: list[int] = []
         self._first_page = first_page

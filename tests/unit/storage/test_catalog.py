@@ -146,7 +146,7 @@ def test_forgotten_while_filling_is_never_ready():
 
 def test_a_chunk_counts_when_every_rank_has_it():
     """A record on some ranks only is not served, and does not make room."""
-    catalog = catalog_of(1, n_ranks=2)
+    catalog = catalog_of(1, n_holders=2)
     store(catalog, key(1))
     catalog.tier_added("disk", key(2), 0)
     catalog.tier_added("disk", key(1), 1)
@@ -183,7 +183,7 @@ def test_staging_only():
 
 def test_a_tier_that_starts_anew():
     """After a reset of a tier nothing known of it before is served."""
-    catalog = catalog_of(1, n_ranks=2)
+    catalog = catalog_of(1, n_holders=2)
     for rank in (0, 1):
         catalog.tier_added("disk", key(1), rank)
     catalog.forget_tier("disk", 1)
