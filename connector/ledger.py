@@ -32,6 +32,7 @@ class _Save:
     retires_left: int
     ok: list[bool]
     opened_at_s: float
+    wrote: bool = False  # anything, on any rank
 
 
 @dataclass(slots=True)
@@ -129,10 +130,11 @@ class Ledger:
             if save.ok[index] and not save.entries[index].dead:
                 chunk = save.job.chunks[index]
                 self.catalog.tier_added(tier, chunk.key, holder, len(chunk.pages))
-        if not event.written and not save.device_blocks:
-            self.unwritten_at_s = self.clock()
+        save.wrote = save.wrote or bool(event.written)
         save.retires_left -= 1
         if save.retires_left == 0:
+            if not save.wrote and not save.device_blocks:
+                self.unwritten_at_s = self.clock()
             del self._saves[event.job_id]
             for entry in save.entries:
                 entry.writes -= 1

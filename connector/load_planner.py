@@ -6,9 +6,11 @@ Scheduler thread only.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from ..storage.catalog import RAM, Catalog, Entry
 from ..storage.jobs import LoadChunk, LoadJob
@@ -57,6 +59,9 @@ class LoadPlanner:
     ) -> LoadJob:
         """Plan and queue the load of ``pieces``; pins what it uses.
 
+        What RAM holds is pinned before pages are reserved for the rest, which must not
+        push it out.
+
         Args:
             job_id: of the new job.
             generation: the namespace's.
@@ -65,62 +70,48 @@ class LoadPlanner:
             pieces: None when what was promised is gone: the job fails at once.
             blocks: vLLM's `KVCacheBlocks` of the request.
         """
-        chunks: list[LoadChunk] = []
-        entries: list[Entry] = []
-        filling: list[bool] = []
-        for piece in pieces or ():
-            self._plan_piece(piece, blocks.blocks[piece.group_id], chunks, entries, filling)
-        doomed = pieces is None
+        found = self._find(pieces, blocks)
+        doomed = found is None
+        parts = found or []
+        for part in parts:
+            if part.source == RAM:
+                self._catalog.pin(part.entry)
+        filling = [part.source != RAM and self._promoted(part) for part in parts]
+        chunks = [part.chunk(own) for part, own in zip(parts, filling, strict=True)]
+        entries = [part.entry for part in parts]
         job = LoadJob(job_id, generation, request_id, deadline_s, tuple(chunks), doomed=doomed)
         self._ledger.open_load(job, entries, filling)
         self._jobs.append(job)
         return job
 
-    def _plan_piece(
-        self,
-        piece: Piece,
-        table: Sequence[Any],
-        chunks: list[LoadChunk],
-        entries: list[Entry],
-        filling: list[bool],
-    ) -> None:
-        wanted = range(piece.first_block, piece.first_block + piece.n_blocks)
-        # Null blocks are outside the window; hashed ones are valid on the device already.
-        ids = [
-            (i, table[i].block_id)
-            for i in wanted
-            if not table[i].is_null and table[i].block_hash is None
-        ]
-        if not ids:
-            return
-        first = ids[0][0]
-        assert ids[-1][0] - first + 1 == len(ids), "blocks to fill are not one run"
-        entry = self._catalog.get(piece.key)
-        assert entry is not None
-        source = self._catalog.source_of(entry)
-        assert source is not None
-        pages, fills = None, False
-        if source == RAM:
-            self._catalog.pin(entry)
-            pages = entry.pages
-        elif self._promote:
-            fills = self._catalog.begin_promote(piece.key, piece.stored_blocks) is not None
-            pages = entry.pages if fills else None
-        chunks.append(
-            LoadChunk(
-                piece.key,
-                piece.group_id,
-                piece.start_tokens,
-                piece.end_tokens,
-                source,
-                piece.stored_blocks,
-                first - piece.stored_block,
-                np.array([block for _, block in ids], dtype=np.int64),
-                pages,
-            )
-        )
-        entries.append(entry)
-        filling.append(fills)
+    def _find(self, pieces: Sequence[Piece] | None, blocks: Any) -> list[_Part] | None:
+        """Return what each piece is to fill, and from where; None when that cannot be done."""
+        parts: list[_Part] = []
+        for piece in pieces or ():
+            table = blocks.blocks[piece.group_id]
+            # Null blocks are outside the window; hashed ones are valid on the device already.
+            wanted = [
+                (i, table[i].block_id)
+                for i in range(piece.first_block, piece.first_block + piece.n_blocks)
+                if not table[i].is_null and table[i].block_hash is None
+            ]
+            if not wanted:
+                continue
+            entry = self._catalog.get(piece.key)
+            source = None if entry is None else self._catalog.source_of(entry)
+            first = wanted[0][0]
+            if entry is None or source is None or wanted[-1][0] - first + 1 != len(wanted):
+                return None  # gone, or blocks to fill that are not one run
+            ids = np.array([block for _, block in wanted], dtype=np.int64)
+            parts.append(_Part(piece, entry, source, first - piece.stored_block, ids))
+        return None if pieces is None else parts
+
+    def _promoted(self, part: _Part) -> bool:
+        """Reserve RAM pages for a chunk of a lower tier, if that is wanted and there are any."""
+        if not self._promote:
+            return False
+        n_blocks = part.piece.stored_blocks
+        return self._catalog.begin_promote(part.piece.key, n_blocks) is not None
 
     def tokens_by_source(self, job: LoadJob, n_tokens: int) -> dict[str, int]:
         """Charge ``n_tokens`` to the places that the leading group's chunks come from."""
@@ -146,3 +137,29 @@ class LoadPlanner:
             size = self._geometry.group(chunk.group).padded_block_bytes
             out[chunk.source] = out.get(chunk.source, 0) + chunk.n_blocks * size
         return out
+
+
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """A piece with what is to be filled: ``blocks``, from the record's block ``offset_blocks``."""
+
+    piece: Piece
+    entry: Entry
+    source: str
+    offset_blocks: int
+    blocks: npt.NDArray[np.int64]
+
+    def chunk(self, own_pages: bool) -> LoadChunk:
+        """Return the chunk to load, into pages of its own or through staging."""
+        piece = self.piece
+        return LoadChunk(
+            piece.key,
+            piece.group_id,
+            piece.start_tokens,
+            piece.end_tokens,
+            self.source,
+            piece.stored_blocks,
+            self.offset_blocks,
+            self.blocks,
+            self.entry.pages if own_pages or self.source == RAM else None,
+        )

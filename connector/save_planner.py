@@ -27,6 +27,7 @@ NO_BLOCKS = np.empty(0, dtype=np.int64)
 MAX_SEEN = 200_000
 WRITE_BACK_SHARE = 0.25  # of RAM that can be given away without losing a chunk
 WRITE_BACK_CHUNKS = 8  # written back at once
+WRITE_BACK_RETRY_S = 5.0  # after a write-back that wrote nothing
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,11 +51,16 @@ class SaveTracker:
 
     Attributes:
         saved_tokens: whole chunks up to here have been planned, or given up.
+        saved_hash: the prefix hash there; another one means that the tokens before
+            it are not those that were planned (streaming sessions rewrite their end).
         blocked: nothing of this request is to be stored.
+        age: of the request's chunks in RAM, see `Catalog.age`.
     """
 
     saved_tokens: int = 0
+    saved_hash: bytes | None = None
     blocked: bool = False
+    age: int | None = None
 
 
 class SavePlanner:
@@ -126,14 +132,29 @@ class SavePlanner:
             valid_tokens: KV of so many tokens is valid once this step's forward has run.
         """
         chunk = self._geometry.chunk_tokens
-        start = tracker.saved_tokens // chunk * chunk
+        start = self._planned_tokens(hashes, tracker) // chunk * chunk
         hashed = len(hashes) * self._geometry.hash_block_tokens
         last = min(valid_tokens, hashed) // chunk * chunk
         spans = [
             (group, at, at + chunk) for at in range(start, last, chunk) for group in self._attention
         ]
-        self._plan(hashes, table, spans)
-        tracker.saved_tokens = max(tracker.saved_tokens, last)
+        self._plan(hashes, table, spans, self._age(tracker))
+        if last > start:
+            tracker.saved_tokens = last
+            tracker.saved_hash = self._database.hash_at(hashes, last)
+
+    def _planned_tokens(self, hashes: Sequence[bytes], tracker: SaveTracker) -> int:
+        """Return up to where this very prefix has been planned."""
+        saved = tracker.saved_tokens // self._geometry.chunk_tokens * self._geometry.chunk_tokens
+        n_hashes = saved // self._geometry.hash_block_tokens
+        if saved and (len(hashes) < n_hashes or hashes[n_hashes - 1] != tracker.saved_hash):
+            tracker.saved_tokens = 0
+        return tracker.saved_tokens
+
+    def _age(self, tracker: SaveTracker) -> int:
+        if tracker.age is None:
+            tracker.age = self._catalog.age()
+        return tracker.age
 
     def plan_finish(
         self,
@@ -142,19 +163,41 @@ class SavePlanner:
         tracker: SaveTracker,
         table: Sequence[Sequence[int]],
     ) -> None:
-        """Plan the last whole chunks of a finished request and its tail."""
+        """Plan the last whole chunks of a finished request and its tail.
+
+        Everything kept of it counts as used now; `chain` gives the keys.
+        """
         if tracker.blocked:
             return
         # The last sampled token was never fed to the model.
         valid = max(request.num_prompt_tokens, request.num_tokens - 1)
         valid = min(valid, request.num_computed_tokens)
+        tracker.age = self._catalog.age()
         self.plan_chunks(hashes, tracker, table, valid)
+        for key, end in self._chain(hashes, tracker.saved_tokens):
+            entry = self._catalog.get(key)
+            if entry is not None:
+                entry.used = max(entry.used, tracker.age - end)
         if self._recurrent:
             return  # an attention tail without a state at its end serves nothing
-        self._plan_tail(hashes, table, valid)
+        self._plan_tail(hashes, tracker, table, valid)
+
+    def chain(self, hashes: Sequence[bytes], tracker: SaveTracker) -> list[bytes]:
+        """Return the keys of the chunks planned so far, from the prefix's end to its start."""
+        return [key for key, _ in self._chain(hashes, tracker.saved_tokens)][::-1]
+
+    def _chain(self, hashes: Sequence[bytes], n_tokens: int) -> list[tuple[bytes, int]]:
+        ends = self._geometry.chunk_end_tokens(n_tokens)
+        n = len(ends)
+        columns = [self._database.chunk_keys(hashes, g.group_id, n) for g in self._attention]
+        return [(keys[i], end) for i, end in enumerate(ends) for keys in columns]
 
     def _plan_tail(
-        self, hashes: Sequence[bytes], table: Sequence[Sequence[int]], valid: int
+        self,
+        hashes: Sequence[bytes],
+        tracker: SaveTracker,
+        table: Sequence[Sequence[int]],
+        valid: int,
     ) -> None:
         unit = self._geometry.scheduler_block_tokens
         chunk = self._geometry.chunk_tokens
@@ -162,7 +205,8 @@ class SavePlanner:
         end = min(valid, hashed) // unit * unit
         start = end // chunk * chunk
         if end > start:
-            self._plan(hashes, table, [(group, start, end) for group in self._attention])
+            spans = [(group, start, end) for group in self._attention]
+            self._plan(hashes, table, spans, self._age(tracker))
 
     def plan_states(
         self,
@@ -192,25 +236,26 @@ class SavePlanner:
             if tokens > len(hashes) * unit:
                 continue
             boundaries.add(tokens)
-            self._plan_state(hashes, group, block, tokens)
+            self._plan_state(hashes, group, block, tokens, self._age(tracker))
         for tokens in sorted(boundaries):
             start = (tokens - 1) // chunk * chunk
             if tokens % chunk:
                 spans += [(group, start, tokens) for group in self._attention]
-        self._plan(hashes, table, spans)
+        self._plan(hashes, table, spans, self._age(tracker))
 
     def _plan_state(
-        self, hashes: Sequence[bytes], group: GroupGeometry, block: int, tokens: int
+        self, hashes: Sequence[bytes], group: GroupGeometry, block: int, tokens: int, age: int
     ) -> None:
         key = self._database.key_at(hashes, tokens, group.group_id)
         start = (tokens - 1) // self._geometry.chunk_tokens * self._geometry.chunk_tokens
-        self._emit([(key, group, start, tokens, [block])])
+        self._emit([(key, group, start, tokens, [block])], age)
 
     def _plan(
         self,
         hashes: Sequence[bytes],
         table: Sequence[Sequence[int]],
         spans: Sequence[tuple[GroupGeometry, int, int]],
+        age: int,
     ) -> None:
         wanted = []
         for group, start, end in spans:
@@ -223,26 +268,31 @@ class SavePlanner:
                 continue
             key = self._database.key_at(hashes, end, group.group_id)
             wanted.append((key, group, start, end, list(blocks)))
-        self._emit(wanted)
+        self._emit(wanted, age)
 
-    def _emit(self, wanted: Sequence[tuple[bytes, GroupGeometry, int, int, list[int]]]) -> None:
-        """Reserve pages for chunks that are nowhere yet and queue one job for them."""
+    def _emit(
+        self, wanted: Sequence[tuple[bytes, GroupGeometry, int, int, list[int]]], age: int
+    ) -> None:
+        """Reserve pages for chunks that are nowhere yet and queue one job for them.
+
+        Chunks that are somewhere count as used again.
+        """
         chunks: list[SaveChunk] = []
         entries: list[Entry] = []
         n_pinned = 0
         for key, group, start, end, blocks in wanted:
             entry = self._catalog.get(key)
-            if entry is not None and (
-                entry.ram is not RamState.ABSENT or self._catalog.source_of(entry) is not None
-            ):
-                continue
+            if entry is not None:
+                entry.used = max(entry.used, age - end)
+                if entry.ram is not RamState.ABSENT or self._catalog.source_of(entry) is not None:
+                    continue
             if self._policy.min_uses > 1 and not self._seen_enough(key):
                 self._counts.add("save_skipped_chunks.min_uses")
                 continue
             if self._ledger.pinned_blocks + n_pinned + len(blocks) > self._max_pinned:
                 self._counts.add("save_dropped_chunks.device.pins")
                 continue
-            entry = self._catalog.begin_save(key, len(blocks))
+            entry = self._catalog.begin_save(key, len(blocks), age - end)
             if entry is None:
                 self._counts.add("save_dropped_chunks.ram.no_page")
                 continue
@@ -273,6 +323,8 @@ class SavePlanner:
         """Write out the oldest chunks that only RAM holds, before their pages are needed."""
         tiers = self._policy.through + self._policy.back
         if not tiers or self._catalog.room_without_loss() >= WRITE_BACK_SHARE:
+            return
+        if self._ledger.clock() < self._ledger.unwritten_at_s + WRITE_BACK_RETRY_S:
             return
         chunks: list[SaveChunk] = []
         entries: list[Entry] = []

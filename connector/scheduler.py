@@ -37,7 +37,7 @@ from .tracker import SchedulerOptions, Tracker
 
 logger = logging.getLogger("kvtier.scheduler")
 
-INDEX_WAIT_S = 10.0  # longest wait of a first lookup for the tiers' indexes
+INDEX_WAIT_S = 10.0  # longest wait for the tiers' indexes, all lookups together
 SHARED_LOAD_WAIT_S = 10.0  # longest wait for another request's load of the same chunks
 PIN_PATIENCE_S = 1.0  # how long a save in flight may hold off a preemption
 MAX_LOAD_FAILURES = 2  # a request that failed so often computes
@@ -160,7 +160,7 @@ class SchedulerHalf:
         if refusal is not None:
             tracker.reason = refusal
             return 0, False
-        if self._indexing() and self._may_ask_again(tracker, INDEX_WAIT_S):
+        if self._starting():
             return None, False
         hashes = tracker.hashes
         limit = self._lookup.limit_tokens(request.num_tokens)
@@ -308,6 +308,9 @@ class SchedulerHalf:
     def _touch_chain(self, job: LoadJob) -> None:
         keys = [chunk.key for chunk in reversed(job.chunks)]
         self.catalog.touch(keys)
+        self._touch_below(keys)
+
+    def _touch_below(self, keys: Sequence[bytes]) -> None:
         for tier in self.catalog.tiers:
             self._touches.setdefault(tier, []).extend(keys)
 
@@ -323,6 +326,7 @@ class SchedulerHalf:
             return
         if engine_api.finished_normally(request):
             self._saves.plan_finish(request, tracker.hashes, tracker.save, block_ids)
+            self._touch_below(self._saves.chain(tracker.hashes, tracker.save))
 
     def partial_tail(
         self,
@@ -425,6 +429,9 @@ class SchedulerHalf:
 
     def _settle_news(self, news: TierNews, report: RankReport) -> None:
         place = (news.tier, report.rank)
+        if news.reset:
+            self.catalog.forget_tier(news.tier, report.holder)
+            self._index_wait_until_s = None
         for key in news.removed:
             self.catalog.tier_removed(news.tier, key, report.holder)
         for key in news.added:

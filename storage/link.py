@@ -8,15 +8,16 @@ dropped and counted; a probe brings it back.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
-from .breaker import Breaker
+from .breaker import Breaker, BreakerState
 from .counts import Counts
 from .errors import RecordDamaged, RecordMissing, TierRefused, TierUnavailable
 from .jobs import ChunkStatus
 from .lanes import Lane
-from .tier import Buffers, RecordSpec, Tier
+from .tier import Buffers, RecordSpec, Tier, TierChanges
 
 logger = logging.getLogger("kvtier.tier")
 
@@ -80,8 +81,8 @@ class TierLink:
 
     @property
     def writable(self) -> bool:
-        """Whether saves are worth trying."""
-        return self.online and self.write_breaker.closed
+        """Whether saves are worth trying; after a refusal, whether one may try again."""
+        return self.online and self.write_breaker.state is not BreakerState.OPEN
 
     def _on_outage(self, is_open: bool, reason: str) -> None:
         self._counts.add(
@@ -146,10 +147,25 @@ class TierLink:
 
     def save(self, spec: RecordSpec, payload: Buffers) -> bool:
         """Write one record; on a lane's thread. True when it is on the tier."""
-        if not self.writable:
+        if not self.online or not (self.write_breaker.closed or self.write_breaker.take_probe()):
             self._counts.add(f"save_dropped_chunks.{self.name}.tier_off")
             return False
         begin_s = self._clock()
+        stored = False
+        try:
+            stored = self._put(spec, payload)
+        finally:
+            if stored:
+                self.write_breaker.success()
+            elif not self.write_breaker.closed:
+                self.write_breaker.failure("it still fails")  # a probe of saves has ended
+        if stored:
+            self._counts.add(f"save_bytes.{self.name}", spec.raw_bytes)
+            self._counts.add(f"save_chunks.{self.name}")
+            self._counts.add(f"save_s.{self.name}", self._clock() - begin_s)
+        return stored
+
+    def _put(self, spec: RecordSpec, payload: Buffers) -> bool:
         try:
             self.tier.put(spec, payload)
         except TierRefused as err:
@@ -167,11 +183,36 @@ class TierLink:
             self.breaker.failure(repr(err))
             return False
         self.breaker.success()
-        self.write_breaker.success()
-        self._counts.add(f"save_bytes.{self.name}", spec.raw_bytes)
-        self._counts.add(f"save_chunks.{self.name}")
-        self._counts.add(f"save_s.{self.name}", self._clock() - begin_s)
         return True
+
+    def touch(self, keys: Sequence[bytes]) -> None:
+        """Mark records as used, on a save thread, if there is room for that. Never blocks."""
+        if self.online:
+            self.save_lane.offer(partial(self._touch, keys), sum(map(len, keys)))
+
+    def _touch(self, keys: Sequence[bytes]) -> None:
+        try:
+            self.tier.touch(keys)
+        except Exception as err:  # noqa: BLE001 - only the order of eviction suffers
+            logger.debug("kvtier: touch failed: %r", err)
+            self._counts.add(f"touch_failed.{self.name}")
+
+    def changes(self) -> TierChanges:
+        """Return what came and went on the tier. Never blocks on I/O, never raises."""
+        try:
+            return self.tier.changes()
+        except Exception as err:
+            logger.debug("kvtier: tier %s: changes failed", self.name, exc_info=True)
+            self.breaker.failure(repr(err))
+            return TierChanges(complete=False)
+
+    def stored_bytes(self) -> int:
+        """Return what this rank keeps on the tier, as far as is known without I/O. Never raises."""
+        try:
+            return self.tier.stat().stored_bytes
+        except Exception as err:  # noqa: BLE001 - a gauge is not worth a step
+            logger.debug("kvtier: stat failed: %r", err)
+            return 0
 
     def poll(self) -> None:
         """Replace stuck threads, open the breaker when too many are, send due probes."""
@@ -179,8 +220,6 @@ class TierLink:
             self.breaker.trip("too many reads or writes never came back")
         if self.breaker.take_probe() and not self.save_lane.offer(self._probe):
             self.breaker.failure("no thread is free to probe")
-        if self.write_breaker.take_probe():
-            self.write_breaker.success()  # the next save is the probe
 
     def _probe(self) -> None:
         try:

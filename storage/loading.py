@@ -98,14 +98,18 @@ class LoadState:
         if retired is not None:
             self._emit(retired)
 
-    def close(self, why: ChunkStatus) -> None:
-        """Let no further copy begin and report as soon as none is under way."""
+    def close(self, why: ChunkStatus) -> bool:
+        """Let no further copy begin and report as soon as none is under way.
+
+        Returns False when the job was over or closed already.
+        """
         with self._lock:
             if self._done or self._closed_as is not None:
-                return
+                return False
             self._closed_as = why
             done = self._take_done()
         self._report(done)
+        return True
 
     def _take_done(self) -> LoadDone | None:
         over = self._left == 0 or self._closed_as is not None

@@ -20,7 +20,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Protocol
 
@@ -33,6 +33,7 @@ from .jobs import (
     ChunkStatus,
     Event,
     LoadChunk,
+    LoadDone,
     LoadJob,
     SaveChunk,
     SaveCopied,
@@ -174,7 +175,8 @@ class Transfer:
     def set_tiers(self, tiers: Sequence[Tier], generation: int = 0) -> None:
         """Use these tiers from now on; those in use before are closed in the background.
 
-        Jobs of another ``generation`` load nothing and write nothing from here on.
+        Jobs of another ``generation`` load nothing and write nothing from here on, and
+        a load of one that is over but not told yet is told as failed.
         """
         old = self._links
         links = {}
@@ -185,9 +187,26 @@ class Transfer:
             self._emit(TierNews(tier.name, complete=False, reset=True))
         self._told_complete.clear()
         self._generation, self._links = generation, links
+        self._give_up_loads_of_old()
         for link in old.values():
             closing = partial(link.close, self._clock() + STOP_S)
             threading.Thread(target=closing, name="kvtier-close", daemon=True).start()
+
+    def _give_up_loads_of_old(self) -> None:
+        old = {
+            job_id: state
+            for job_id, state in self._loads.items()
+            if state.job.generation != self._generation
+        }
+        for state in old.values():
+            state.close(ChunkStatus.CANCELLED)
+        with self._wake:
+            self._events = deque(
+                replace(event, ok=False)
+                if isinstance(event, LoadDone) and event.job_id in old
+                else event
+                for event in self._events
+            )
 
     @property
     def links(self) -> dict[str, TierLink]:
@@ -248,18 +267,20 @@ class Transfer:
     def _load_from_ram(self, state: LoadState, batch: list[tuple[int, LoadChunk]]) -> None:
         status = ChunkStatus.CANCELLED
         begin_s = self._clock()
-        if state.begin_copy():
-            try:
-                status = self._copy_in(
-                    [chunk for _, chunk in batch], [c.pages for _, c in batch], state.after
-                )
-            finally:
-                state.end_copy()
-        n_bytes = 0
-        for i, chunk in batch:
-            n_bytes += len(chunk.blocks) * self._block_bytes[chunk.group]
-            state.finish(i, status)
+        try:
+            if state.begin_copy():
+                status = ChunkStatus.COPY_FAILED
+                try:
+                    status = self._copy_in(
+                        [chunk for _, chunk in batch], [c.pages for _, c in batch], state.after
+                    )
+                finally:
+                    state.end_copy()
+        finally:
+            for i, _ in batch:
+                state.finish(i, status)
         if status is ChunkStatus.OK:
+            n_bytes = sum(len(c.blocks) * self._block_bytes[c.group] for _, c in batch)
             self.counts.add("load_bytes.ram", n_bytes)
             self.counts.add("load_chunks.ram", len(batch))
             self.counts.add("load_s.ram", self._clock() - begin_s)
@@ -286,9 +307,10 @@ class Transfer:
                 return
             if chunk.pages is not None:
                 state.filled(i)
+            status = ChunkStatus.CANCELLED
             if not state.begin_copy():
-                status = ChunkStatus.CANCELLED
                 return
+            status = ChunkStatus.COPY_FAILED
             try:
                 status = self._copy_in([chunk], [pages], state.after)
             finally:
@@ -319,7 +341,7 @@ class Transfer:
         except Exception:
             _wait_fenced(tickets)
             logger.exception("kvtier: a copy to the device failed; the request computes instead")
-            self.counts.add("load_failed_chunks.copy", len(chunks))
+            self.counts.add("load_failed_chunks.device.copy", len(chunks))
             return ChunkStatus.COPY_FAILED
         return ChunkStatus.OK
 
@@ -348,7 +370,7 @@ class Transfer:
             _wait_fenced(tickets)
             logger.exception("kvtier: a copy from the device failed; its chunks are not kept")
             status = ChunkStatus.COPY_FAILED
-            self.counts.add("save_failed_chunks.copy", len(job.chunks))
+            self.counts.add("save_failed_chunks.device", len(job.chunks))
         state.copied(bytes([status] * len(job.chunks)))
         if status is not ChunkStatus.OK:
             state.planned(0)
@@ -406,9 +428,8 @@ class Transfer:
         for job_id in [j for j, s in self._loads.items() if s.done]:
             del self._loads[job_id]
         for state in self._loads.values():
-            if now_s > state.deadline_at_s:
+            if now_s > state.deadline_at_s and state.close(ChunkStatus.DEADLINE):
                 self.counts.add("load_deadline_missed")
-                state.close(ChunkStatus.DEADLINE)
         for job_id in [j for j, s in self._saves.items() if s.retired]:
             del self._saves[job_id]
         if now_s >= self._news_at_s:
@@ -420,7 +441,7 @@ class Transfer:
                 self._tell_news(link)
 
     def _tell_news(self, link: TierLink) -> None:
-        news = link.tier.changes()
+        news = link.changes()
         online = link.online
         if news.added or news.removed or online != self._online[link.name] or not news.complete:
             self._emit(TierNews(link.name, news.added, news.removed, news.complete, online))
