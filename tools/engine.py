@@ -11,9 +11,11 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import logging
 import math
 import os
 import time
+import warnings
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -29,6 +31,7 @@ ENGINE_ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1",
     "VLLM_NO_USAGE_STATS": "1",
     "VLLM_LOGGING_LEVEL": "ERROR",
+    "TORCH_CPP_LOG_LEVEL": "ERROR",
 }
 DRAIN_TIMEOUT_S = 60.0
 
@@ -107,19 +110,15 @@ class Engine:
         self, options: EngineOptions, clock: Callable[[], float] = time.perf_counter
     ) -> None:
         prepare_environment()
-        try:
-            import vllm
-        except ImportError as error:
-            raise EngineError(
-                f"vLLM is not installed in this Python ({error}); "
-                "`make install` sets up one for the CPU"
-            ) from error
+        vllm = _import_vllm()
         self.options = options
         self._clock = clock
         self._prefill_stats: dict[str, Any] = {}
         self._count = 0
         self._sampling = vllm.SamplingParams
-        self._llm: Any = vllm.LLM(**_llm_arguments(options))
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # those of vLLM and torch are not the user's to mend
+            self._llm: Any = vllm.LLM(**_llm_arguments(options))
         self._watch_prefill_stats()
         self.block_tokens = int(self._llm.llm_engine.vllm_config.cache_config.block_size)
 
@@ -265,6 +264,21 @@ def prepare_environment() -> None:
     for name, value in ENGINE_ENVIRONMENT.items():
         os.environ.setdefault(name, value)
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+    # Before vLLM has set up its own logging it would speak through Python's last resort.
+    logging.getLogger("vllm").setLevel(os.environ["VLLM_LOGGING_LEVEL"])
+
+
+def _import_vllm() -> Any:
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            import vllm
+    except ImportError as error:
+        raise EngineError(
+            f"vLLM is not installed in this Python ({error}); "
+            "`make install` sets up one for the CPU"
+        ) from error
+    return vllm
 
 
 def device_name() -> str:

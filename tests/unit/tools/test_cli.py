@@ -1,0 +1,150 @@
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import typer
+from typer.testing import CliRunner
+
+from kvtier import __version__
+from kvtier.storage.errors import ConfigError, KVTierError, TierUnavailable
+from kvtier.tools import cli
+from kvtier.tools.exit_codes import EXIT_CODES_HELP, ExitCode
+from kvtier.tools.reporting import CommandError, age, exit_code_of, reported, size
+
+run = CliRunner().invoke
+
+
+def commands(app, path=()):
+    """Yield the path of every command and group."""
+    yield path
+    for command in app.registered_commands:
+        yield (*path, command.name or command.callback.__name__)
+    for group in app.registered_groups:
+        yield from commands(group.typer_instance, (*path, group.name))
+
+
+ALL = sorted(set(commands(cli.app)))
+
+
+@pytest.mark.parametrize("path", ALL, ids=" ".join)
+def test_every_help_works_and_commands_name_the_exit_codes(path):
+    """--help of every command and group ends with 0; each command's tells the exit codes."""
+    result = run(cli.app, [*path, "--help"])
+    assert result.exit_code == 0
+    if path not in {("config",), ("bench",)}:
+        assert " ".join(EXIT_CODES_HELP.split()) in " ".join(result.stdout.split())
+
+
+def test_help_imports_nothing_heavy():
+    """`kvtier --help` loads neither torch, vllm, numpy nor rich's consoles."""
+    code = (
+        "import sys; from kvtier.tools.cli import app; app(['--help'], standalone_mode=False);"
+        "heavy = {'torch', 'vllm', 'numpy', 'transformers', 'redis', 'rich.console'};"
+        "print(sorted(heavy & set(sys.modules)), file=sys.stderr)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True
+    )
+    assert done.stderr.strip() == "[]"
+
+
+def test_version():
+    """--version prints the version of the package."""
+    assert run(cli.app, ["--version"]).stdout == f"kvtier {__version__}\n"
+
+
+@pytest.mark.parametrize(
+    ("error", "code"),
+    [
+        (CommandError("x", ExitCode.LOCKED), 6),
+        (ConfigError("x"), 3),
+        (TierUnavailable("x"), 4),
+        (PermissionError(13, "Permission denied", "/x"), 4),
+        (KVTierError("x"), 1),
+        (KeyboardInterrupt(), 130),
+    ],
+)
+def test_errors_end_in_one_line_and_their_code(error, code, capsys):
+    """What a command raises on purpose becomes one line on stderr, and Ctrl-C 130."""
+    assert exit_code_of(error) == code
+
+    @reported
+    def command():
+        raise error
+
+    with pytest.raises(typer.Exit) as caught:
+        command()
+    assert caught.value.exit_code == code
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert len(err.splitlines()) == 1
+
+
+def test_an_unknown_error_is_not_swallowed():
+    """A fault of ours keeps its traceback."""
+
+    @reported
+    def command():
+        raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        command()
+
+
+def test_config_check_accepts_what_an_engine_would(tmp_path):
+    """JSON text, a JSON file with a whole transfer config, and a TOML file give the same."""
+    text = '{"ram": "1MiB"}'
+    whole = tmp_path / "transfer.json"
+    whole.write_text(
+        json.dumps(
+            {"kv_connector": "KVTierConnector", "kv_connector_extra_config": {"ram": "1MiB"}}
+        )
+    )
+    toml = tmp_path / "kvtier.toml"
+    toml.write_text('ram = "1MiB"\n')
+    found = []
+    for source in (text, str(whole), str(toml)):
+        result = run(cli.app, ["config", "check", source, "--json"])
+        assert result.exit_code == 0, result.output
+        found.append(json.loads(result.stdout))
+    assert found[0] == found[1] == found[2]
+    assert found[0]["ok"] is True
+    assert found[0]["effective"]["ram"] == "1MiB"
+    assert run(cli.app, ["config", "check", text]).exit_code == 0
+
+
+@pytest.mark.parametrize(
+    ("source", "code", "words"),
+    [
+        ('{"rom": "1GiB"}', 3, "did you mean 'ram'"),
+        ('{"ram": "much"}', 3, "'ram'"),
+        ("{}", 3, "no tier"),
+        ("{nonsense", 2, "no JSON"),
+        ("/nowhere/at/all.toml", 2, "no such file"),
+    ],
+)
+def test_config_check_says_what_is_wrong_in_one_line(source, code, words):
+    """3 for a setting that an engine would refuse, 2 for what is no configuration."""
+    result = run(cli.app, ["config", "check", source])
+    assert result.exit_code == code
+    assert len(result.stderr.splitlines()) == 1
+    assert words in result.stderr
+
+
+def test_sizes_and_ages_read_well():
+    """Binary units, one digit; ages in the unit that fits."""
+    assert [size(n) for n in (0, 1023, 1024, 5 << 30)] == ["0 B", "1023 B", "1.0 KiB", "5.0 GiB"]
+    assert [age(0, s) for s in (5, 600, 7200, 172800)] == ["5 s", "10 min", "2 h", "2 d"]
+
+
+def test_the_command_is_installed_beside_this_python():
+    """The script that people call is this package's."""
+    script = Path(sys.executable).parent / "kvtier"
+    done = subprocess.run(
+        [script, "--version"], capture_output=True, text=True, timeout=60, check=True
+    )
+    assert done.stdout == f"kvtier {__version__}\n"
