@@ -156,7 +156,7 @@ class JournalReader:
             everything = everything or self._generation != before + 1
         else:
             self._open()
-            everything = self._fd >= 0  # it appeared; what it said before, a walk finds
+            everything = self._fd >= 0 and self._generation > 0  # it lost lines before we looked
         if self._fd >= 0:
             everything = self._read(keys) or everything
         return News(frozenset(keys), everything)

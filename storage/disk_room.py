@@ -50,7 +50,8 @@ class Room:
                 if self._keeper.walked.wait(max(0.0, deadline_s - time.monotonic())):
                     self.make(total)
             except UsageUnknown:
-                self._keeper.want_walk()
+                if self._keeper.walked.is_set():  # else the first walk is on its way to count
+                    self._keeper.want_walk()
                 time.sleep(0.005)
             except TierUnavailable as error:
                 raise TierRefused(str(error)) from None
