@@ -36,7 +36,7 @@ def lower_tiers(config: Config) -> tuple[str, ...]:
     return tuple(name for name, on in (("disk", config.disk), ("redis", config.redis)) if on)
 
 
-def arena_plan(config: Config, geometry: Geometry, n_ranks: int) -> ArenaPlan:
+def arena_plan(config: Config, geometry: Geometry, n_ranks: int, n_stages: int = 1) -> ArenaPlan:
     """Cut this rank's RAM into staging slots and catalog pages.
 
     Raises:
@@ -57,7 +57,10 @@ def arena_plan(config: Config, geometry: Geometry, n_ranks: int) -> ArenaPlan:
     if not lower_tiers(config):
         wanted = 0
     threads = config.load_threads * max(1, len(lower_tiers(config)))
-    slots = max(1, min(wanted // slot_pages, 4 * threads))
+    # Pipeline ranks have pages of different sizes but must number them alike: there
+    # the count may not depend on bytes.
+    fitting = wanted // slot_pages if n_stages == 1 else threads
+    slots = max(1, min(fitting, 4 * threads))
     staging_pages = slots * slot_pages
     if n_pages < staging_pages + slot_pages:
         need = (staging_pages + slot_pages) * page_bytes * n_ranks
@@ -75,10 +78,11 @@ def build_scheduler(
     namespace: Callable[[int], NamespaceInfo | None],
     n_ranks: int,
     replicas: int = 1,
+    n_stages: int = 1,
 ) -> SchedulerHalf:
     """Make the scheduler half."""
     n_holders = n_ranks // replicas
-    plan = arena_plan(config, geometry, n_ranks)
+    plan = arena_plan(config, geometry, n_ranks, n_stages)
     catalog = Catalog(
         lower_tiers(config),
         n_holders,
@@ -136,9 +140,10 @@ def build_worker(
     n_ranks: int,
     item_bytes: int,
     replicas: int = 1,
+    n_stages: int = 1,
 ) -> WorkerHalf:
     """Make a worker half on registered KV caches."""
-    plan = arena_plan(config, geometry, n_ranks)
+    plan = arena_plan(config, geometry, n_ranks, n_stages)
     tables = build_region_tables(kv_cache_config, geometry, kv_caches)
     device = next(iter(kv_caches.values())).device
     side = HostSide() if device.type == "cpu" else CudaSide(device, plan)

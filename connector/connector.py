@@ -72,6 +72,7 @@ class KVTierConnector(base.KVConnectorBase_V1, base.SupportsHMA):
         self._kv_cache_config = kv_cache_config
         self._n_ranks = int(vllm_config.parallel_config.world_size)
         self._rank = int(vllm_config.parallel_config.rank)
+        self._n_stages = int(vllm_config.parallel_config.pipeline_parallel_size)
         self._replicas = engine_api.identical_ranks(vllm_config, kv_cache_config)
         self._settings: Config = load(
             transfer_config.kv_connector_extra_config or {}, n_ranks=self._n_ranks
@@ -100,7 +101,12 @@ class KVTierConnector(base.KVConnectorBase_V1, base.SupportsHMA):
         engine_api.check_settings(self._vllm)
         self._names = NamespaceSource(self._vllm, self._kv_cache_config, geometry, self._settings)
         self._scheduler = assembly.build_scheduler(
-            self._settings, geometry, self._names.current, self._n_ranks, self._replicas
+            self._settings,
+            geometry,
+            self._names.current,
+            self._n_ranks,
+            self._replicas,
+            self._n_stages,
         )
 
     def _turn_off(self, reason: str) -> None:
@@ -266,6 +272,7 @@ class KVTierConnector(base.KVConnectorBase_V1, base.SupportsHMA):
                 self._n_ranks,
                 engine_api.kv_item_bytes(kv_caches),
                 self._replicas,
+                self._n_stages,
             )
         except GeometryError as err:
             self._turn_off(str(err))
