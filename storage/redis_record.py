@@ -148,13 +148,23 @@ def write_record(
     """
     names = place.names
     wire.begin(head.header.stored_bytes)
-    found = _ask(wire, [command(b"GETRANGE", names.head(spec.key), 0, HEAD_BYTES - 1)])[0]
+    wire.send([command(b"GETRANGE", names.head(spec.key), 0, HEAD_BYTES - 1)], 1)
+    stripes = cut(parts, head.stripe_bytes)
+    first = next(stripes)
+    digest = xxhash.xxh3_128()
+    for view in first:
+        digest.update(view)  # while the answer is on its way
+    found = wire.answer()
     if isinstance(found, ServerError) and found.code != "WRONGTYPE":
         raise_error(found, place.where, writing=True, hops=True)
     if not overwrite and isinstance(found, bytes) and _looks_intact(wire, place, spec, found):
         return Written(PutResult.EXISTS)
     try:
-        return _write(wire, place, head, parts, fresh=found == b"" and not overwrite)
+        refusal, lead = _send_stripes(wire, place, head, stripes, digest)
+        header = replace(head.header, payload_checksum=digest.digest())
+        head = replace(head, header=header)
+        fresh = found == b"" and not overwrite
+        return _send_head(wire, place, head, [lead, *first], refusal, fresh=fresh)
     except TierError:
         if not wire.broken:
             _drop(wire, names.stripes(spec.key, head))
@@ -173,31 +183,26 @@ def _looks_intact(wire: Wire, place: Place, spec: RecordSpec, found: bytes) -> b
     return found_bytes == [head.bytes_of(i) for i in range(1, head.stripes)]
 
 
-def _write(
+def _send_head(
     wire: Wire,
     place: Place,
     head: Head,
     parts: Sequence[bytes | memoryview],
+    refusal: ServerError | None,
     *,
     fresh: bool,
 ) -> Written:
-    """Send the stripes, then the head, from where on the record is there.
+    """Send the head, from where on the record is there, and read all answers.
 
-    A ``fresh`` head yields to a writer that was quicker; any other takes the
-    place of what is there, whose stripes are then deleted.
+    ``parts`` are what goes before it and the first stripe; after a ``refusal``
+    nothing is sent. A ``fresh`` head yields to a writer that was quicker; any
+    other takes the place of what is there.
     """
-    stripes = cut(parts, head.stripe_bytes)
-    first = next(stripes)
-    digest = xxhash.xxh3_128()
-    for view in first:
-        digest.update(view)
-    refusal, lead = _send_stripes(wire, place, head, stripes, digest)
-    owed = wire.pending
-    asked = 0
+    owed, asked = wire.pending, 0
     if refusal is None:
-        header = replace(head.header, payload_checksum=digest.digest())
         before, after, asked = _head_commands(place, head, fresh=fresh)
-        wire.send([lead + before, replace(head, header=header).pack(), *first, after], asked)
+        lead, *first = parts
+        wire.send([bytes(lead) + before, head.pack(), *first, after], asked)
     answers = [wire.answer() for _ in range(owed + asked)]
     last = answers[-1] if answers else None
     every = [refusal, *answers, *(last if isinstance(last, list) else [])]

@@ -84,7 +84,7 @@ class RedisSettings:
     tls_verify: bool = True
     prefix: str = "kvtier"
     ttl_s: float | None = DEFAULT_TTL_S
-    stripe_bytes: int = 2 * MIB
+    stripe_bytes: int = 4 * MIB
     connections: int = 4
     timeout_s: float = 2.0
     connect_timeout_s: float = 1.0
@@ -210,7 +210,7 @@ def _quantity(name: str, value: Any, units: Mapping[str, float], example: str) -
 
 
 def _size(name: str, value: Any) -> int:
-    return int(_quantity(name, value, _SIZES, "2MiB"))
+    return int(_quantity(name, value, _SIZES, "4MiB"))
 
 
 def _time(name: str, value: Any) -> float:

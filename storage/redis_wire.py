@@ -31,7 +31,7 @@ _LINE_BYTES = 1 << 16
 _ANSWER_BYTES = 16 << 20  # an answer that is not a payload is never longer
 _ANSWER_DEPTH = 4
 _IOVECS = 512  # half of what Linux takes
-_SLOW_BYTES_PER_S = 10e6  # a transfer slower than this is as good as dead
+_SLOW_BYTES_PER_S = 5e6  # a transfer slower than this is as good as dead
 _REFUSALS = frozenset({"OOM", "READONLY", "MISCONF", "NOREPLICAS"})
 
 

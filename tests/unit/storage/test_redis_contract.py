@@ -14,7 +14,7 @@ from ...redis_server import Cluster, TlsServer, Watched, make_certificates, sett
 
 def opener(url, **options):
     """Return what opens tiers at ``url``, emptied of what tests keep there."""
-    settings = settings_of(url, **options)
+    settings = settings_of(url, **{"timeout": "10s", "connect_timeout": "5s", **options})
 
     def open_tier(namespace=NAMESPACE, rank=0, **more):
         return RedisTier(settings, namespace, rank, **more)

@@ -20,6 +20,7 @@ from kvtier.storage.errors import (
     TierUnavailable,
 )
 from kvtier.storage.redis import RedisTier
+from kvtier.storage.redis_store import RedisStore
 from kvtier.storage.testing import (
     NAMESPACE,
     aligned,
@@ -629,7 +630,7 @@ def test_what_a_crashed_writer_leaves_vanishes(server, client, monkeypatch):
 
 
 def test_time_to_live(server, client):
-    """Records end with their time to live, use renews it, stripes outlive heads; none keeps them."""
+    """Records end in time, use renews them, stripes outlive heads; with none they stay."""
     tier = tier_at(server.url, ttl="100s")
     tier.put(spec_of(1), payload_of(1))
     head, stripe = keys_of(client)
@@ -812,3 +813,27 @@ def test_nothing_is_left_in_memory(server):
     tracemalloc.stop()
     assert grown < 64 << 10
     tier.close()
+
+
+def test_a_store_shows_what_is_there(server):
+    """Tools find namespaces with their words, ranks, and each record's head."""
+    settings = settings_of(server.url)
+    other = bytes(range(2, 18))
+    for namespace, rank, model in ((NAMESPACE, 0, "a"), (NAMESPACE, 1, "a"), (other, 0, "b")):
+        tier = RedisTier(settings, namespace, rank, description={"model": model})
+        tier.put(spec_of(1 + rank), payload_of(1))
+        tier.close()
+    store = RedisStore(settings)
+    assert store.namespaces() == {NAMESPACE: {"model": "a"}, other: {"model": "b"}}
+    shards = store.shards()
+    assert [(s.namespace, s.rank) for s in shards] == [(NAMESPACE, 0), (NAMESPACE, 1), (other, 0)]
+    ((key, found),) = store.heads(shards[1])
+    assert key == key_of(2)
+    assert found.head.header.end_tokens == spec_of(2).end_tokens
+    assert found.stored_bytes > 4 * 4096
+    tier = store.tier(shards[0])
+    assert read_back(tier, 1) == joined(payload_of(1))
+    tier.close()
+    store.forget_namespace(other)
+    assert other not in store.namespaces()
+    store.close()
