@@ -11,6 +11,7 @@ import os
 import statistics
 import tempfile
 import time
+from collections import deque
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -22,7 +23,16 @@ from ..connector.regions import region_table
 from ..connector.worker import ArenaPlan, WorkerHalf
 from ..storage.disk import DiskTier
 from ..storage.errors import KVTierError
-from ..storage.jobs import LoadChunk, LoadDone, LoadJob, SaveChunk, SaveCopied, SaveJob, SaveRetired
+from ..storage.jobs import (
+    Event,
+    LoadChunk,
+    LoadDone,
+    LoadJob,
+    SaveChunk,
+    SaveCopied,
+    SaveJob,
+    SaveRetired,
+)
 from ..storage.ram import Arena
 from .plain_io import time_plain_read, write_plain
 
@@ -38,6 +48,7 @@ BLOCK_TOKENS = 16
 GROUP = 0
 NAMESPACE = NamespaceInfo(b"kvtier-bench\0\0\0\0", 1, {"model": "kvtier bench tiers"})
 JOB_TIMEOUT_S = 120.0
+RAM_ROUNDS = 3  # in each round: copies are short, so take more of them
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +67,11 @@ class _Times:
 
     ours: list[float] = field(default_factory=list)
     plain: list[float] = field(default_factory=list)
+
+    def add(self, number: int, ours_s: float, plain_s: float) -> None:
+        if number:
+            self.ours.append(ours_s)
+            self.plain.append(plain_s)
 
     @property
     def ratio(self) -> float:
@@ -95,22 +111,14 @@ def _measure(options: TiersBench, record_mib: int, folder: str) -> dict[str, Any
     bench = _Rig(n_chunks, n_blocks, os.path.join(folder, f"store-{record_mib}"), total_bytes)
     try:
         for number in range(options.rounds + 1):  # the first warms up and is not counted
-            plain_copy_s = bench.time_memcpy()
-            copied_s, written_s = bench.time_save(number)
-            plain_write_s = write_plain(plain_file, total_bytes)
-            plain_read_s = time_plain_read(plain_file, total_bytes)
-            disk_s = bench.time_load(number, "disk")
-            ram_s = bench.time_load(number, "ram")
-            if number == 0:
-                continue
-            for times, ours, plain in (
-                (ram_load, ram_s, plain_copy_s),
-                (ram_save, copied_s, plain_copy_s),
-                (disk_load, disk_s, plain_read_s),
-                (disk_save, written_s, plain_write_s),
-            ):
-                times.ours.append(ours)
-                times.plain.append(plain)
+            for _ in range(RAM_ROUNDS):
+                plain_s = bench.time_memcpy()
+                ram_save.add(number, bench.time_save(number, ())[0], plain_s)
+                ram_load.add(number, bench.time_load(number, "ram"), plain_s)
+            plain_s = write_plain(plain_file, total_bytes)
+            disk_save.add(number, bench.time_save(number, ("disk",))[1], plain_s)
+            plain_s = time_plain_read(plain_file, total_bytes)
+            disk_load.add(number, bench.time_load(number, "disk"), plain_s)
     finally:
         bench.close()
     return {
@@ -166,16 +174,17 @@ class _Rig:
         self._worker.begin(Plan(namespace=NAMESPACE))
         self._worker.collect()
         self._job_id = 0
+        self._events: deque[Event] = deque()
 
     def time_memcpy(self) -> float:
         begin_s = time.perf_counter()
         np.copyto(self._flat[0], self._flat[1])
         return time.perf_counter() - begin_s
 
-    def time_save(self, number: int) -> tuple[float, float]:
-        """Return the seconds until RAM has the blocks, and from there until the disk has them."""
+    def time_save(self, number: int, tiers: tuple[str, ...]) -> tuple[float, float]:
+        """Return the seconds until RAM has the blocks, and from there until the tiers have them."""
         chunks = tuple(
-            SaveChunk(key, GROUP, start, end, blocks, pages, ("disk",))
+            SaveChunk(key, GROUP, start, end, blocks, pages, tiers)
             for key, start, end, blocks, pages in self._chunks(number)
         )
         self._job_id += 1
@@ -188,7 +197,7 @@ class _Rig:
         copied_s = time.perf_counter()
         retired = self._wait_for(SaveRetired)
         written_s = time.perf_counter()
-        if len(retired.written) != len(chunks):
+        if len(retired.written) != len(tiers) * len(chunks):
             raise KVTierError(f"the disk took {len(retired.written)} of {len(chunks)} records")
         return copied_s - begin_s, written_s - copied_s
 
@@ -220,12 +229,15 @@ class _Rig:
     def _wait_for(self, kind: type) -> Any:
         deadline_s = time.monotonic() + JOB_TIMEOUT_S
         while time.monotonic() < deadline_s:
-            self._worker.collect()
-            report = self._worker.report()
-            for event in report.events if report else ():
+            while self._events:
+                event = self._events.popleft()
                 if isinstance(event, kind):
                     return event
-            self._worker.transfer.wait(0.001)
+            self._worker.collect()
+            report = self._worker.report()
+            self._events.extend(report.events if report else ())
+            if not self._events:
+                self._worker.transfer.wait(0.001)
         raise KVTierError(f"no {kind.__name__} within {JOB_TIMEOUT_S:.0f} s")
 
     def close(self) -> None:
