@@ -20,7 +20,7 @@ export VLLM_CPU_KVCACHE_SPACE ?= 1
 export HF_HUB_OFFLINE ?= 1
 export VLLM_NO_USAGE_STATS ?= 1
 
-.PHONY: help install demo test lint bench clean
+.PHONY: help install demo test test-gpu lint bench clean
 .DEFAULT_GOAL := help
 
 help: ## show the targets
@@ -33,6 +33,9 @@ demo: $(VENV)/.model ## restore agent sessions from RAM, disk and after a restar
 
 test: lint $(VENV)/.model ## lint, then every test
 	$(BIN)/python -m pytest $(PYTEST_FLAGS)
+
+test-gpu: ## what needs a CUDA device, with GPU_PYTHON (default python3: torch with CUDA, triton, pytest)
+	PYTHON=$${GPU_PYTHON:-python3} tests/gpu/run.sh
 
 lint: $(VENV)/.test ## style, types and the direction of imports
 	$(BIN)/ruff check .

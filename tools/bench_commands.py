@@ -112,3 +112,20 @@ def sessions(
     )
     result = bench_sessions.run(options, _say)
     print_json(result) if as_json else _fields(result, without=("turns",))
+
+
+@bench.command(epilog=EXIT_CODES_HELP)
+@reported
+def device(
+    ordinal: Annotated[int, typer.Option("--device", help="Which CUDA device.", min=0)] = 0,
+    gib: Annotated[float, typer.Option(help="GiB moved by each copy.", min=0.25)] = 2.0,
+    rounds: Annotated[int, typer.Option(help="Rounds; medians are reported.", min=1)] = 5,
+    as_json: Json = False,
+) -> None:
+    """Copies between device blocks and pinned pages; without a CUDA device, host copies only."""
+    from . import bench_device
+    from .bench_device_copies import GIB, Options
+
+    options = Options(device=ordinal, volume_bytes=int(gib * GIB), repeats=rounds)
+    result = bench_device.run(options, _say)
+    print_json(result) if as_json else _rows(bench_device.bar_rows(result))

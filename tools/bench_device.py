@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from collections.abc import Callable
 from typing import Any
 
 from .bench_copies import host_copies, plan_time
@@ -48,8 +49,15 @@ def bars(report: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def run(options: Options) -> dict[str, Any]:
+def bar_rows(report: dict[str, Any]) -> list[dict[str, Any]]:
+    """The bars of a report as rows of a table."""
+    return [{"figure": name, **bar} for name, bar in report["bars"].items()]
+
+
+def run(options: Options, say: Callable[[str], None]) -> dict[str, Any]:
     """Measure everything; about a minute with a device, seconds without.
+
+    ``say`` is told of each part's figures as they come.
 
     Raises:
         RuntimeError: too little memory that can be pinned.
@@ -63,9 +71,9 @@ def run(options: Options) -> dict[str, Any]:
         "host_copies": host_copies(),
     }
     for part in ("plan_time", "host_copies"):
-        _say(json.dumps(report[part]))
+        say(json.dumps(report[part]))
     if torch.cuda.is_available():
-        bench = Bench.open(options)
+        bench = Bench.open(options, say)
         bench.report = report
         report["device"] = torch.cuda.get_device_name(options.device)
         report["numa_node"] = bench.driver.numa_node()
@@ -94,7 +102,7 @@ def main(argv: list[str] | None = None) -> int:
         repeats=arguments.repeats,
     )
     try:
-        report = run(options)
+        report = run(options, _say)
     except RuntimeError as error:
         _say(f"kvtier bench device: {error}")
         return 1

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import statistics
-import sys
 import threading
 import time
 from collections.abc import Callable
@@ -58,10 +57,11 @@ class Bench:
     driver: CudaDriver
     torch: Any
     streams: dict[str, int]
+    say: Callable[[str], None]
     report: dict[str, Any] = field(default_factory=dict)
 
     @classmethod
-    def open(cls, options: Options) -> Bench:
+    def open(cls, options: Options, say: Callable[[str], None]) -> Bench:
         """Start on a device."""
         import torch
 
@@ -70,7 +70,7 @@ class Bench:
         driver = CudaDriver(options.device)
         driver.use()
         streams = {n: driver.create_stream(urgent=n == "load") for n in ("load", "save")}
-        return cls(options, driver, torch, streams)
+        return cls(options, driver, torch, streams, say)
 
     def seconds(self, work: Callable[[], Any]) -> float:
         """Median wall time of ``work``, the device idle before it."""
@@ -171,7 +171,7 @@ def measure_sizes(bench: Bench) -> None:
         for way in CopyWay:
             row[way.value] = _one_way(bench, setup, way, one)
         rows.append(row)
-        _say(json.dumps(row))
+        bench.say(json.dumps(row))
         setup.close()
     bench.report["sizes"] = rows
 
@@ -271,7 +271,7 @@ def measure_python_time(bench: Bench) -> None:
                 "load_ms": round(seconds * 1e3, 1), **gaps,
             }
         )  # fmt: skip
-        _say(json.dumps(rows[-1]))
+        bench.say(json.dumps(rows[-1]))
     bench.report["python_time"] = rows
     setup.close()
 
@@ -339,7 +339,7 @@ def measure_model(bench: Bench) -> None:
             }
         mover.close()
         rows.append(row)
-        _say(json.dumps(row))
+        bench.say(json.dumps(row))
     bench.report["model"] = rows
     setup.close()
 
@@ -370,7 +370,3 @@ def _keep(setup: Setup, mover: CudaMover, name: str, stop: threading.Event) -> N
             tickets.pop(0).wait(10.0)
     for ticket in tickets:
         ticket.wait(10.0)
-
-
-def _say(line: str) -> None:
-    print(line, file=sys.stderr, flush=True)

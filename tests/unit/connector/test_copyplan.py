@@ -28,6 +28,8 @@ def test_runs_are_neighbours_on_both_sides():
     pages = u64(0, 1, 2, 5, 6, 7, 3, 2) * np.uint64(PAGE)
     runs = [(run.first, run.count) for run in find_runs(blocks, pages, PAGE)]
     assert runs == [(0, 3), (3, 1), (4, 2), (6, 1), (7, 1)]
+    backwards = np.array([5, 3, 3], np.int64)
+    assert len(list(find_runs(backwards, pages[:3], PAGE))) == 3
     assert list(find_runs(blocks[:1], pages[:1], PAGE)) == [Run(0, 1)]
     assert list(find_runs(blocks[:0], pages[:0], PAGE)) == []
 

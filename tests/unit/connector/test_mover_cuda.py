@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import threading
+import time
 
 import numpy as np
 import pytest
@@ -259,24 +260,55 @@ def test_a_device_that_stands_still_fails_the_call():
     world.start("load").wait(1.0)
 
 
+def test_a_failed_call_is_fenced_by_its_own_work():
+    """What others queue behind a failed call does not keep its blocks."""
+    world = World(in_flight=2, stall_s=5.0)
+    world.driver.launch(world.scribble)
+    world.clock.skip = (DMA_COMPUTE,)
+    ticket = world.start("load", np.arange(1, NUM_BLOCKS, dtype=np.int64), world.mover.fence())
+    assert not ticket.fenced()
+    world.driver.run()
+    world.driver.launch(world.scribble)
+    later = world.start("load", after=world.mover.fence())
+    assert ticket.fenced()
+    assert not later.done()
+
+
 def test_loads_are_queued_before_the_rest_of_a_save():
     """A load that comes while a save is being queued gets its batches in first."""
     world = World(yield_s=30.0, in_flight=100)
     threads, batches = [], []
 
+    def until(condition):
+        deadline = time.monotonic() + 5.0
+        while not condition():
+            assert time.monotonic() < deadline
+            time.sleep(0.001)
+
     def on_batch(name):
         batches.append(name)
-        if name == "save" and not threads:
+        if batches == ["save"]:
             threads.append(threading.Thread(target=world.start, args=("load",)))
             threads[0].start()
-            while world.mover._loads == 0 and "load" not in batches:
-                pass
+            until(lambda: "load" in batches)
+        elif batches == ["save", "load"]:  # the save's thread waits, or comes again too soon
+            until(lambda: world.mover._no_loads._waiters or len(batches) > 2)
 
     world.driver.on_batch = on_batch
     world.start("save", np.arange(1, NUM_BLOCKS, dtype=np.int64))
     threads[0].join()
     assert batches[:3] == ["save", "load", "load"]
     assert set(batches[3:]) == {"save"}
+
+
+def test_events_are_used_again():
+    """A thousand steps with fences and copies need a handful of events."""
+    world = World(batch_copies=100)
+    for _ in range(1000):
+        ticket = world.start("save", after=world.mover.fence())
+        world.driver.run()
+        ticket.wait(0.0)
+    assert len(world.driver.events) < 20
 
 
 def test_neighbours_that_fill_their_pages_are_one_copy():
