@@ -6,6 +6,7 @@ import logging
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
+from ..storage.errors import GeometryError
 from ..storage.ram import Arena
 from .mover import HostMover, Mover
 from .regions import RegionTable
@@ -38,7 +39,6 @@ class CudaSide:
     """
 
     def __init__(self, device: Any, plan: ArenaPlan) -> None:
-        from ..storage.errors import GeometryError  # noqa: PLC0415 (only where it fails)
         from .cuda_driver import CudaDriver, DriverError  # noqa: PLC0415 (loads libcuda)
         from .pinning import Pinning  # noqa: PLC0415 (the same)
 
@@ -53,5 +53,10 @@ class CudaSide:
     def open_mover(self, tables: Mapping[int, RegionTable], arena: Arena) -> Mover:
         """Return the mover between blocks and pages; may compile a kernel."""
         from .cuda_device import open_cuda_mover  # noqa: PLC0415 (only where there is a device)
+        from .cuda_driver import DriverError  # noqa: PLC0415 (the same)
 
-        return open_cuda_mover(tables, arena, self._driver, self._pinning, ordinal=self._ordinal)
+        driver, pinning, ordinal = self._driver, self._pinning, self._ordinal
+        try:
+            return open_cuda_mover(tables, arena, driver, pinning, ordinal=ordinal)
+        except DriverError as err:
+            raise GeometryError(f"CUDA device {ordinal} cannot copy for kvtier: {err}") from err
