@@ -9,6 +9,7 @@ from typing import Any
 
 from ..storage.catalog import Catalog
 from ..storage.errors import ConfigError
+from ..storage.keyring import KeyRing
 from ..storage.link import LinkLimits
 from ..storage.ram import Arena
 from ..storage.tier import Tier
@@ -146,6 +147,7 @@ def build_worker(
     plan = arena_plan(config, geometry, n_ranks, n_stages)
     tables = build_region_tables(kv_cache_config, geometry, kv_caches)
     device = next(iter(kv_caches.values())).device
+    keys = config.key_ring()  # once: a reset opens the tiers anew with the same
     side = HostSide() if device.type == "cpu" else CudaSide(device, plan)
     arena = Arena(plan.page_bytes, plan.n_pages, on_segment=side.on_segment)
     arena.start()
@@ -162,7 +164,7 @@ def build_worker(
         plan,
         {group.group_id: group.padded_block_bytes for group in geometry.groups},
         mover,
-        lambda info: open_tiers(config, info, rank // replicas, n_ranks, item_bytes),
+        lambda info: open_tiers(config, info, rank // replicas, n_ranks, item_bytes, keys),
         time.monotonic,
         TransferLimits(links=links),
         replicas=replicas,
@@ -178,7 +180,12 @@ def _link_limits(config: Config) -> LinkLimits:
 
 
 def open_tiers(
-    config: Config, info: NamespaceInfo, rank: int, n_ranks: int, item_bytes: int
+    config: Config,
+    info: NamespaceInfo,
+    rank: int,
+    n_ranks: int,
+    item_bytes: int,
+    keys: KeyRing | None = None,
 ) -> Sequence[Tier]:
     """Open the configured tiers below RAM for a namespace. Does not wait for them."""
     tiers: list[Tier] = []
@@ -196,14 +203,21 @@ def open_tiers(
                 codec=config.disk_codec,
                 item_bytes=item_bytes,
                 description=info.description,
+                keys=keys,
             )
         )
     if config.redis is not None:
-        tiers.append(_open_redis(config, info, rank, item_bytes))
+        tiers.append(_open_redis(config, info, rank, item_bytes, keys))
     return tiers
 
 
-def _open_redis(config: Config, info: NamespaceInfo, rank: int, item_bytes: int) -> Tier:
+def _open_redis(
+    config: Config,
+    info: NamespaceInfo,
+    rank: int,
+    item_bytes: int,
+    keys: KeyRing | None = None,
+) -> Tier:
     from ..storage.redis import RedisTier  # noqa: PLC0415 (only where it is used)
     from ..storage.redis_url import parse_redis_url  # noqa: PLC0415 (only where it is used)
 
@@ -223,4 +237,5 @@ def _open_redis(config: Config, info: NamespaceInfo, rank: int, item_bytes: int)
         codec=config.redis_codec,
         item_bytes=item_bytes,
         description=info.description,
+        keys=keys,
     )

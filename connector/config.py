@@ -17,6 +17,7 @@ from dataclasses import asdict, dataclass, fields
 from typing import TYPE_CHECKING, Any
 
 from ..storage.errors import ConfigError
+from ..storage.keyring import KeyRing, looks_like_key, read_key_ring
 from ..storage.memory_limit import check_memory
 from .settings import SETTINGS
 from .values import Setting, format_size, redact_url
@@ -42,6 +43,8 @@ class Config:
     chunk_tokens: int | None
     disk_codec: str
     redis_codec: str
+    encryption_key_file: str | None
+    encryption_key_env: str | None
     load_policy: str
     load_deadline_s: float | None
     lookup_deadline_s: float
@@ -54,6 +57,7 @@ class Config:
     min_uses: int
     promote: bool
     audit_rate: float
+    audit_tolerance: float | None
     tenant_salt: str | None
     redis_prefix: str
     redis_ttl_s: float | None
@@ -64,6 +68,14 @@ class Config:
     def per_rank(self, size_bytes: int, n_ranks: int) -> int:
         """Return one rank's part of a size setting."""
         return size_bytes if self.size_scope == "per_rank" else size_bytes // max(1, n_ranks)
+
+    def key_ring(self) -> KeyRing | None:
+        """Read the encryption keys, where any are set.
+
+        Raises:
+            ConfigError: one line, without a word of what was read.
+        """
+        return read_key_ring(self.encryption_key_file, self.encryption_key_env)
 
     def effective(self) -> dict[str, Any]:
         """Return the settings as people write them, secrets redacted; for the log and the CLI."""
@@ -110,6 +122,7 @@ def load(extra: Mapping[str, Any], *, n_ranks: int = 1, check_machine: bool = Tr
     _check_tiers(config, given, check_machine=check_machine)
     if check_machine:
         _check_disk(config)
+        config.key_ring()
         _check_memory(config, n_ranks)
     return config
 
@@ -121,7 +134,7 @@ def _unknown(key: object, value: object) -> str:
     names = [*_BY_NAME, CONFIG_KEY]
     near = difflib.get_close_matches(str(key), names, n=1, cutoff=0.5)
     hint = f"did you mean {near[0]!r}?" if near else f"known: {', '.join(sorted(names))}"
-    shown = redact_url(str(value))
+    shown = "***" if looks_like_key(str(value)) else redact_url(str(value))
     return f"kvtier setting {key!r} = {shown!r} does not exist; {hint}"
 
 

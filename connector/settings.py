@@ -52,6 +52,20 @@ SETTINGS: tuple[Setting, ...] = (
         choices=_CODECS,
     ),
     Setting(
+        "encryption_key_file",
+        "encryption_key_file",
+        "file",
+        None,
+        "File of the keys that records below RAM are encrypted with; see below.",
+    ),
+    Setting(
+        "encryption_key_env",
+        "encryption_key_env",
+        "variable",
+        None,
+        "Environment variable that holds those keys instead.",
+    ),
+    Setting(
         "chunk_tokens",
         "chunk_tokens",
         "integer",
@@ -162,6 +176,15 @@ SETTINGS: tuple[Setting, ...] = (
         "Share of hits that are recomputed and compared.",
         low=0.0,
         high=1.0,
+        advanced=True,
+    ),
+    Setting(
+        "audit_tolerance",
+        "audit_tolerance",
+        "number",
+        None,
+        "Mean relative difference that an audit takes for noise; by dtype, see below.",
+        low=0.0,
         advanced=True,
     ),
     Setting(

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..storage.errors import ConfigError
+from ..storage.keyring import looks_like_key
 
 _UNITS = {
     "": 1,
@@ -17,6 +18,7 @@ _UNITS = {
     **{f"{p}b": 1000**i for i, p in enumerate("kmgtp", 1)},
 }
 _SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*")
+_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 MIB = 1 << 20
 
 
@@ -48,7 +50,7 @@ class Setting:
     def wrong(self, value: object, todo: str) -> ConfigError:
         """Return the one-line error for a value of this setting."""
         shown = redact_url(str(value)) if isinstance(value, str) else value
-        if self.kind == "secret":
+        if self.kind == "secret" or (isinstance(value, str) and looks_like_key(value)):
             shown = "***"
         return ConfigError(f"kvtier setting {self.name!r} = {shown!r}: {todo}")
 
@@ -195,6 +197,20 @@ def _path(setting: Setting, value: Any) -> str:
     return os.path.abspath(os.path.expanduser(text))
 
 
+def _file(setting: Setting, value: Any) -> str:
+    text = _text(setting, value)
+    if "\0" in text or "://" in text or looks_like_key(text):
+        raise setting.wrong(value, "give the path of a file")
+    return os.path.abspath(os.path.expanduser(text))
+
+
+def _variable(setting: Setting, value: Any) -> str:
+    text = _text(setting, value)
+    if not _NAME.fullmatch(text) or looks_like_key(text):
+        raise setting.wrong(value, "give the name of an environment variable")
+    return text
+
+
 def _url(setting: Setting, value: Any) -> str:
     text = _text(setting, value)
     if text.partition("://")[0] not in ("redis", "rediss", "unix", "valkey", "valkeys"):
@@ -213,6 +229,8 @@ _EXPECTS = {
     "text": "text",
     "secret": "text",
     "path": "folder",
+    "file": "file",
+    "variable": "name",
     "url": "URL",
 }
 
@@ -227,5 +245,7 @@ _PARSERS = {
     "text": _text,
     "secret": _text,
     "path": _path,
+    "file": _file,
+    "variable": _variable,
     "url": _url,
 }

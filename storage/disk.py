@@ -18,7 +18,7 @@ import threading
 import time
 from typing import TYPE_CHECKING, Any
 
-from . import codec as codecs
+from .codec import codec_of
 from .disk_evict import Evictor
 from .disk_file import RecordIO, file_bytes, unavailable, write_error
 from .disk_index import Index
@@ -47,7 +47,7 @@ from .disk_room import Room
 from .disk_usage import Owner, Usage
 from .errors import RecordMissing, TierUnavailable
 from .key import NAMESPACE_BYTES, key_name
-from .record import CodecId, Header, payload_checksum
+from .payload import PayloadFormat
 from .tier import (
     PutResult,
     RecordInfo,
@@ -61,6 +61,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
     from .disk_layout import RecordFile
+    from .keyring import KeyRing
     from .tier import Buffers, RecordSpec
 
 _CLOSE_TIMEOUT_S = 5.0
@@ -89,6 +90,7 @@ class DiskTier(Tier):
         codec: str = "raw",
         item_bytes: int = 2,
         description: Mapping[str, Any] | None = None,
+        keys: KeyRing | None = None,
         clock: Callable[[], float] = time.time,
         direct: str = "auto",
         poll_s: float = 1.0,
@@ -103,6 +105,7 @@ class DiskTier(Tier):
             codec: raw, lz4 or zstd.
             item_bytes: bytes of one KV value: 1, 2 or 4.
             description: plain-text fields of the namespace, kept next to the records.
+            keys: seals records with their first, reads those of all; None: not sealed.
             clock: Unix time in seconds.
             direct: "auto" uses O_DIRECT where the file system has it, "never" the page cache.
             poll_s: how often others' changes are looked for.
@@ -111,16 +114,15 @@ class DiskTier(Tier):
             ConfigError: no such codec.
         """
         assert len(namespace) == NAMESPACE_BYTES
-        self._codec = codecs.codec_of(codec)
+        self._format = PayloadFormat(codec_of(codec), item_bytes, keys)
         self._root = os.path.abspath(root)
         self._namespace = namespace
         self._rank = rank
         self._capacity_bytes = capacity_bytes
-        self._item_bytes = item_bytes
         self._description = dict(description or {})
         self._clock = clock
         self._folder = rank_folder(self._root, namespace, rank)
-        self._io = RecordIO(direct=direct != "never")
+        self._io = RecordIO(self._format, direct=direct != "never")
         self._index = Index()
         self._owner = Owner(self._root)
         self._usage = Usage(self._root, self._owner)
@@ -150,32 +152,20 @@ class DiskTier(Tier):
         if not replace and looks_intact(path, spec):
             self._keeper.look(spec.key)
             return PutResult.EXISTS
-        encoded = codecs.encode(self._codec, self._item_bytes, payload)
         now_s = self._clock()
-        header = Header(
-            namespace=self._namespace,
-            key=spec.key,
-            rank=self._rank,
-            start_tokens=spec.start_tokens,
-            end_tokens=spec.end_tokens,
-            codec=encoded.codec,
-            item_bytes=self._item_bytes if encoded.codec is not CodecId.RAW else 1,
-            raw_bytes=spec.raw_bytes,
-            stored_bytes=encoded.stored_bytes,
-            payload_checksum=payload_checksum(encoded.parts),
-            created_us=max(0, int(now_s * 1e6)),
-        ).pack()
-        total = file_bytes(encoded.stored_bytes)
+        packed = self._format.pack(spec, self._namespace, self._rank, now_s, payload)
+        header = packed.checked_header().pack()
+        total = file_bytes(packed.header.stored_bytes)
         used_at_s = _used_at(now_s, spec)
         try:
             try:
-                stored = self._store(spec.key, header, encoded.parts, total, used_at_s, replace)
+                stored = self._store(spec.key, header, packed.parts, total, used_at_s, replace)
             except OSError as error:
                 if error.errno not in _FULL:
                     raise
                 # The disk is full although the cap is not reached: other things lie there too.
                 self._room.make(total, at_least=total)
-                stored = self._store(spec.key, header, encoded.parts, total, used_at_s, replace)
+                stored = self._store(spec.key, header, packed.parts, total, used_at_s, replace)
         except OSError as error:
             raise write_error(error, f"cannot write below {self._root}") from None
         if not stored:

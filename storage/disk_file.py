@@ -17,7 +17,6 @@ import stat
 import threading
 from typing import TYPE_CHECKING
 
-from . import codec
 from .errors import (
     DamageReason,
     RecordDamaged,
@@ -27,13 +26,14 @@ from .errors import (
     TierRefused,
     TierUnavailable,
 )
-from .record import DISK_HEADER_BYTES, HEADER_BYTES, CodecId, Header, check, parse_header
+from .record import DISK_HEADER_BYTES, HEADER_BYTES, Header, check, parse_header
 from .record import payload_checksum as checksum_of
 from .tier import ALIGN_BYTES
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from .payload import PayloadFormat
     from .tier import Buffers, RecordSpec
 
 _IOV_MAX = 1024
@@ -106,8 +106,9 @@ class RecordIO:
         direct: whether O_DIRECT is used; cleared for good when the file system refuses it.
     """
 
-    def __init__(self, *, direct: bool) -> None:
-        """Use O_DIRECT until refused when ``direct``."""
+    def __init__(self, form: PayloadFormat, *, direct: bool) -> None:
+        """Use O_DIRECT until refused when ``direct``; ``form`` is what payloads go through."""
+        self._form = form
         self.direct = direct
         self._pool = AlignedPool()
 
@@ -221,7 +222,8 @@ class RecordIO:
         got = read_all(fd, [head, *into] if raw else [head], 0)
         header = checked_header(head, got, length)
         check(header, spec, namespace, rank)
-        if header.codec is CodecId.RAW:
+        self._form.admit(header)
+        if self._form.as_is(header):
             if not raw:  # an odd raw length: the padding does not fit the caller's buffers
                 self._read_stored(fd, header, into)
             elif got < length:
@@ -243,7 +245,7 @@ class RecordIO:
                 with whole[: header.stored_bytes] as stored, whole[header.stored_bytes :] as rest:
                     if checksum_of([stored]) != header.payload_checksum or any(rest):
                         raise RecordDamaged(DamageReason.PAYLOAD, "payload checksum differs")
-                    codec.decode(header.codec, header.item_bytes, stored, into)
+                    self._form.unpack(header, stored, into)
         finally:
             self._pool.give(staging)
 

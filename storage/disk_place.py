@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from .disk_file import file_bytes
 from .disk_layout import FILE_MODE, make_folders
-from .record import DISK_HEADER_BYTES
+from .record import DISK_HEADER_BYTES, sealed_bytes
 from .tier import ALIGN_BYTES
 
 if TYPE_CHECKING:
@@ -27,7 +27,7 @@ def looks_intact(path: str, spec: RecordSpec) -> bool:
     return (
         stat.S_ISREG(status.st_mode)
         and status.st_size % ALIGN_BYTES == 0
-        and DISK_HEADER_BYTES < status.st_size <= file_bytes(spec.raw_bytes)
+        and DISK_HEADER_BYTES < status.st_size <= file_bytes(sealed_bytes(spec.raw_bytes))
     )
 
 

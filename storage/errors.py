@@ -49,6 +49,8 @@ class DamageReason(str, Enum):
     LENGTH = "length"  # header's lengths do not fit what is expected
     PAYLOAD = "payload_checksum"
     CODEC = "codec"  # payload does not decode to the raw length
+    KEY = "encryption_key"  # sealed with a key that is not ours, or not sealed where we seal
+    SEAL = "seal"  # does not authenticate: not what a holder of the key wrote
 
 
 class RecordError(KVTierError):

@@ -8,19 +8,21 @@ dropped and counted; a probe brings it back.
 from __future__ import annotations
 
 import logging
+import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
 from .breaker import Breaker, BreakerState
 from .counts import Counts
-from .errors import RecordDamaged, RecordMissing, TierRefused, TierUnavailable
+from .errors import DamageReason, RecordDamaged, RecordMissing, TierRefused, TierUnavailable
 from .jobs import ChunkStatus
 from .lanes import Lane
 from .tier import Buffers, RecordSpec, Tier, TierChanges
 
 logger = logging.getLogger("kvtier.tier")
 
+_MAX_FOREIGN = 1 << 16
 _PROBE_KEY = b"\0" * 32 + b"\0"
 
 
@@ -55,6 +57,8 @@ class TierLink:
         self._counts = counts
         self._clock = clock
         self._closing = False
+        self._foreign_lock = threading.Lock()
+        self._foreign: dict[bytes, None] = {}  # records whose encryption key we do not have
         backoff = {"min_backoff_s": limits.min_backoff_s, "max_backoff_s": limits.max_backoff_s}
         self.breaker = Breaker(clock, self._on_outage, threshold=limits.failures_to_open, **backoff)
         self.write_breaker = Breaker(clock, self._on_refusal, threshold=1, **backoff)
@@ -120,8 +124,7 @@ class TierLink:
         except RecordDamaged as err:
             self.breaker.success()
             self._counts.add(f"load_failed_chunks.{self.name}.{err.reason.value}")
-            self.discard(spec.key, str(err))
-            return ChunkStatus.DAMAGED
+            return self._damaged(spec.key, err)
         except TierUnavailable as err:
             self._counts.add(f"load_failed_chunks.{self.name}.unavailable")
             self.breaker.failure(str(err))
@@ -136,6 +139,20 @@ class TierLink:
         self._counts.add(f"load_chunks.{self.name}")
         self._counts.add(f"load_s.{self.name}", self._clock() - begin_s)
         return ChunkStatus.OK
+
+    def _damaged(self, key: bytes, error: RecordDamaged) -> ChunkStatus:
+        """Take a damaged record out of sight, but not one that only lacks our encryption key.
+
+        Such a one may be another engine's: it stays until a save of ours takes its place.
+        """
+        if error.reason is not DamageReason.KEY:
+            self.discard(key, str(error))
+            return ChunkStatus.DAMAGED
+        with self._foreign_lock:
+            self._foreign[key] = None
+            if len(self._foreign) > _MAX_FOREIGN:
+                del self._foreign[next(iter(self._foreign))]
+        return ChunkStatus.MISSING
 
     def discard(self, key: bytes, reason: str) -> None:
         """Take a bad record out of sight; best effort."""
@@ -167,7 +184,9 @@ class TierLink:
 
     def _put(self, spec: RecordSpec, payload: Buffers) -> bool:
         try:
-            self.tier.put(spec, payload)
+            self.tier.put(spec, payload, replace=spec.key in self._foreign)
+            with self._foreign_lock:
+                self._foreign.pop(spec.key, None)
         except TierRefused as err:
             self._counts.add(f"save_dropped_chunks.{self.name}.refused")
             self.breaker.success()

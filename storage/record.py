@@ -7,7 +7,7 @@ header is little-endian and fixed::
          0      8  magic
          8      2  format version
         10      2  header length
-        12      4  flags (none yet; reserved for sealed payloads)
+        12      4  flags: 1 when the payload is sealed (`kvtier.storage.seal`)
         16     16  namespace
         32      1  key length
         33     65  key, zero padded (prefix hash, then the group)
@@ -24,7 +24,8 @@ header is little-endian and fixed::
        136      8  stored payload length
        144      8  creation time, microseconds of Unix time
        152     16  payload checksum, over the stored bytes
-       168    328  reserved, zero
+       168     32  salt of the seal, zero when not sealed
+       200    296  reserved, zero
        496     16  XXH3-128 of all bytes before
 
 Every read checks all of it before a byte of payload is used, and lengths
@@ -56,11 +57,17 @@ DISK_HEADER_BYTES = 4096
 MAX_RAW_BYTES = 1 << 40  # no chunk comes near; a larger number is damage
 MAX_TOKENS = 1 << 40
 
-_FIELDS = struct.Struct("<8sHHI16sB65sHIQQBBBBIQQQ16s328s")
+SEALED = 1  # flag
+SALT_BYTES = 32
+SEGMENT_BYTES = 1 << 20  # of what is sealed at once
+TAG_BYTES = 16  # behind each segment
+
+_FIELDS = struct.Struct("<8sHHI16sB65sHIQQBBBBIQQQ16s32s296s")
 _CHECKSUM_BYTES = 16
 _CHECKED_BYTES = HEADER_BYTES - _CHECKSUM_BYTES
 assert _FIELDS.size == _CHECKED_BYTES
-_ZEROS = bytes(328)
+_ZEROS = bytes(296)
+_NO_SALT = bytes(SALT_BYTES)
 
 
 class CodecId(IntEnum):
@@ -93,6 +100,8 @@ class Header:
         stored_bytes: length of the payload as stored.
         payload_checksum: of the stored bytes.
         created_us: Unix time in microseconds.
+        key_id: which key sealed the payload; 0 when none did.
+        salt: what was drawn for the seal; zeros when there is none.
     """
 
     namespace: bytes
@@ -107,19 +116,39 @@ class Header:
     payload_checksum: bytes
     created_us: int
     checksum: ChecksumId = ChecksumId.XXH3_128
+    key_id: int = 0
+    salt: bytes = _NO_SALT
 
     @property
     def group(self) -> int:
         """KV cache group, the key's last byte."""
         return self.key[-1]
 
+    @property
+    def sealed(self) -> bool:
+        """Whether the payload is encrypted."""
+        return self.key_id != 0
+
+    @property
+    def encoded_bytes(self) -> int:
+        """Length of the payload as the codec made it, before it was sealed."""
+        return opened_bytes(self.stored_bytes) if self.sealed else self.stored_bytes
+
     def pack(self) -> bytes:
         """Return the header as `HEADER_BYTES` bytes."""
-        checked = _FIELDS.pack(
+        checked = self._pack_fields(self.payload_checksum)
+        return checked + xxhash.xxh3_128_digest(checked)
+
+    def bound_bytes(self) -> bytes:
+        """Return what a seal binds its payload to: every field but the two checksums."""
+        return self._pack_fields(bytes(_CHECKSUM_BYTES))
+
+    def _pack_fields(self, payload_checksum: bytes) -> bytes:
+        return _FIELDS.pack(
             MAGIC,
             FORMAT_VERSION,
             HEADER_BYTES,
-            0,
+            SEALED if self.sealed else 0,
             self.namespace,
             len(self.key),
             self.key,
@@ -131,14 +160,24 @@ class Header:
             self.item_bytes,
             self.checksum,
             0,
-            0,
+            self.key_id,
             self.raw_bytes,
             self.stored_bytes,
             self.created_us,
-            self.payload_checksum,
+            payload_checksum,
+            self.salt,
             _ZEROS,
         )
-        return checked + xxhash.xxh3_128_digest(checked)
+
+
+def sealed_bytes(encoded_bytes: int) -> int:
+    """Return the length of a payload of that length once it is sealed."""
+    return encoded_bytes + TAG_BYTES * -(-encoded_bytes // SEGMENT_BYTES)
+
+
+def opened_bytes(stored_bytes: int) -> int:
+    """Inverse of `sealed_bytes`; for a length that no seal has, one that does not fit it."""
+    return stored_bytes - TAG_BYTES * -(-stored_bytes // (SEGMENT_BYTES + TAG_BYTES))
 
 
 def payload_checksum(parts: Iterable[bytes | memoryview]) -> bytes:
@@ -180,8 +219,10 @@ def parse_header(data: bytes | bytearray | memoryview) -> Header:
 def _from_fields(fields: tuple[Any, ...]) -> Header:
     """Turn unpacked fields whose checksum agreed into a header, or refuse them."""
     (_, _, length, flags, namespace, key_length, key, group, rank, start, end) = fields[:11]
-    (codec, item, checksum, spare, key_id, raw, stored, created, digest, zeros) = fields[11:]
-    if length != HEADER_BYTES or flags or spare or key_id or zeros != _ZEROS:
+    (codec, item, checksum, spare, key_id, raw, stored, created, digest, salt, zeros) = fields[11:]
+    plain = flags == 0 and key_id == 0 and salt == _NO_SALT
+    sealed = flags == SEALED and key_id != 0
+    if length != HEADER_BYTES or spare or zeros != _ZEROS or not (plain or sealed):
         raise RecordDamaged(DamageReason.FORMAT, "uses a feature that this build does not know")
     try:
         checksum_id, codec_id = ChecksumId(checksum), CodecId(codec)
@@ -208,6 +249,8 @@ def _from_fields(fields: tuple[Any, ...]) -> Header:
         payload_checksum=digest,
         created_us=created,
         checksum=checksum_id,
+        key_id=key_id,
+        salt=salt,
     )
     _check_lengths(header)
     return header
@@ -219,10 +262,13 @@ def _check_lengths(header: Header) -> None:
         raise RecordDamaged(
             DamageReason.LENGTH, f"token range {header.start_tokens} to {header.end_tokens}"
         )
+    encoded = header.encoded_bytes
     if header.codec is CodecId.RAW:
-        fits = header.stored_bytes == header.raw_bytes
+        fits = encoded == header.raw_bytes
     else:
-        fits = header.stored_bytes < header.raw_bytes and header.item_bytes in (1, 2, 4)
+        fits = encoded < header.raw_bytes and header.item_bytes in (1, 2, 4)
+    if header.sealed:
+        fits = fits and sealed_bytes(encoded) == header.stored_bytes
     if not fits or not 0 < header.raw_bytes <= MAX_RAW_BYTES:
         raise RecordDamaged(
             DamageReason.LENGTH,

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import xxhash
 
-from .codec import codec_of, encode
+from .codec import codec_of
 from .errors import (
     DamageReason,
     RecordDamaged,
@@ -28,7 +28,7 @@ from .errors import (
     TierUnavailable,
 )
 from .key import NAMESPACE_BYTES
-from .record import Header
+from .payload import PayloadFormat
 from .redis_ask import Question, ask, suspecting
 from .redis_layout import GENERATION_BYTES, HEAD_BYTES, Head, Names, parse_head
 from .redis_record import Place, StripeGoneError, read_record, write_record
@@ -40,6 +40,7 @@ from .tier import PutResult, RecordInfo, Tier, TierCapabilities, TierChanges, Ti
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
+    from .keyring import KeyRing
     from .redis_url import RedisSettings
     from .redis_wire import Answer, Wire
     from .tier import Buffers, RecordSpec
@@ -66,6 +67,7 @@ class RedisTier(Tier):
         codec: what to try on payloads: raw, lz4 or zstd.
         item_bytes: bytes of one value, for the codec.
         description: plain words about the namespace, kept beside it for tools.
+        keys: seals records with their first, reads those of all; None: not sealed.
         clock: Unix time.
         draw: returns so many random bytes.
     """
@@ -81,6 +83,7 @@ class RedisTier(Tier):
         codec: str = "raw",
         item_bytes: int = 2,
         description: Mapping[str, Any] | None = None,
+        keys: KeyRing | None = None,
         name: str = "redis",
         clock: Callable[[], float] = time.time,
         draw: Callable[[int], bytes] = os.urandom,
@@ -90,8 +93,7 @@ class RedisTier(Tier):
         self.settings = settings
         self._namespace = namespace
         self._rank = rank
-        self._codec = codec_of(codec)
-        self._item_bytes = item_bytes
+        self._format = PayloadFormat(codec_of(codec), item_bytes, keys, draw)
         self._description = json.dumps(description, sort_keys=True) if description else ""
         self._clock = clock
         self._draw = draw
@@ -104,6 +106,7 @@ class RedisTier(Tier):
             settings.safe_url,
             settings.ttl_s,
             settings.stripe_bytes,
+            self._format,
         )
         self._lock = threading.Lock()  # what is below
         self._changed: dict[bytes, bool] = {}
@@ -118,21 +121,9 @@ class RedisTier(Tier):
     def put(self, spec: RecordSpec, payload: Buffers, *, replace: bool = False) -> PutResult:
         """Store a record; see `Tier.put`. Bytes go from ``payload`` to the socket."""
         assert sum(len(part) for part in payload) == spec.raw_bytes
-        encoded = encode(self._codec, self._item_bytes, payload)
+        packed = self._format.pack(spec, self._namespace, self._rank, self._clock(), payload)
         head = Head(
-            Header(
-                namespace=self._namespace,
-                key=spec.key,
-                rank=self._rank,
-                start_tokens=spec.start_tokens,
-                end_tokens=spec.end_tokens,
-                codec=encoded.codec,
-                item_bytes=self._item_bytes,
-                raw_bytes=spec.raw_bytes,
-                stored_bytes=encoded.stored_bytes,
-                payload_checksum=bytes(16),  # taken on the way
-                created_us=int(self._clock() * 1e6),
-            ),
+            packed.header,  # its checksum is taken on the way
             self._draw(GENERATION_BYTES),
             self.settings.stripe_bytes,
         )
@@ -140,7 +131,7 @@ class RedisTier(Tier):
             written = self._transfer(
                 spec.key,
                 lambda wire: write_record(
-                    wire, self._place, spec, head, encoded.parts, overwrite=replace
+                    wire, self._place, spec, head, packed.parts, overwrite=replace
                 ),
             )
         except MigratingError as error:
@@ -149,7 +140,7 @@ class RedisTier(Tier):
             with self._lock:
                 self._records -= written.replaced_bytes is not None
                 self._stored_bytes -= written.replaced_bytes or 0
-            self._note(spec.key, there=True, stored_bytes=HEAD_BYTES + encoded.stored_bytes)
+            self._note(spec.key, there=True, stored_bytes=HEAD_BYTES + packed.header.stored_bytes)
             self._describe()
         return written.result
 

@@ -30,16 +30,12 @@ from __future__ import annotations
 import re
 import struct
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import xxhash
 
 from .errors import DamageReason, KVTierError, RecordDamaged
 from .key import key_name, parse_key_name
 from .record import HEADER_BYTES, Header, parse_header
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
 
 GENERATION_BYTES = 8
 _EXTENT = struct.Struct("<8sQ")
@@ -128,20 +124,3 @@ class Names:
 def escape_glob(text: bytes) -> bytes:
     """Return a SCAN pattern that matches exactly ``text``."""
     return re.sub(rb"([\\*?\[\]^])", rb"\\\1", text)
-
-
-def cut(parts: Sequence[bytes | memoryview], stripe_bytes: int) -> Iterator[list[memoryview]]:
-    """Yield the run of bytes that ``parts`` are in stripes, each a list of views."""
-    stripe: list[memoryview] = []
-    room = stripe_bytes
-    for part in parts:
-        view = memoryview(part)
-        while view:
-            piece, view = view[:room], view[room:]
-            stripe.append(piece)
-            room -= len(piece)
-            if room == 0:
-                yield stripe
-                stripe, room = [], stripe_bytes
-    if stripe:
-        yield stripe

@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING
 
 import xxhash
 
-from .codec import decode
 from .errors import DamageReason, RecordDamaged, RecordMissing, TierError, TierRefused
-from .record import CodecId, check
-from .redis_layout import HEAD_BYTES, Head, Names, cut, parse_head
+from .pieces import cut
+from .record import check
+from .redis_layout import HEAD_BYTES, Head, Names, parse_head
 from .redis_wire import ServerError, command, raise_error
 from .tier import PutResult
 
@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
     from typing import Any
 
+    from .payload import PayloadFormat
     from .redis_wire import Answer, Wire
     from .tier import Buffers, RecordSpec
 
@@ -49,6 +50,7 @@ class Place:
     where: str
     ttl_s: float | None
     stripe_bytes: int
+    form: PayloadFormat
 
 
 @dataclass(frozen=True)
@@ -83,14 +85,15 @@ def read_record(wire: Wire, place: Place, spec: RecordSpec, into: Buffers) -> in
     wire.read_into([memoryview(raw_head)])
     head = parse_head(raw_head)
     check(head.header, spec, place.namespace, place.rank)
+    place.form.admit(head.header)
     _check_size(size - HEAD_BYTES, head.bytes_of(0))
     stored_bytes = head.header.stored_bytes
-    if head.header.codec is CodecId.RAW:
+    if place.form.as_is(head.header):
         _read_stripes(wire, place, head, into)
     else:
         stored = memoryview(bytearray(stored_bytes))
         _read_stripes(wire, place, head, [stored])
-        decode(head.header.codec, head.header.item_bytes, stored, into)
+        place.form.unpack(head.header, stored, into)
     return HEAD_BYTES + stored_bytes
 
 

@@ -102,6 +102,8 @@ WRONG = {
     "text": [1, ""],
     "secret": [1, ""],
     "path": [1, "", "redis://x", "a\0b"],
+    "file": [1, "", "redis://x", "a\0b"],
+    "variable": [1, "", "A-B", "1A", "a\0b"],
     "url": [1, "", "http://x", "localhost:6379"],
 }
 
@@ -242,6 +244,27 @@ def test_no_secret_in_any_output() -> None:
     assert "hunter2" not in refusal(ram="1GiB", redis="http://u:hunter2@h")
     assert "hunter2" not in refusal(redsi="redis://u:hunter2@h")
     assert "hunter2" not in refusal(ram="1GiB", tenant="")
+
+
+def test_a_key_given_as_a_setting_is_not_shown() -> None:
+    """Who writes the key itself where a file or variable is named does not find it in a log."""
+    for key in ("ab" * 32, "q" * 42 + "s="):
+        for name in ("encryption_key_file", "encryption_key_env", "encryption_key"):
+            assert key not in refusal(ram="1GiB", **{name: key})
+
+
+def test_encryption_keys_are_checked_at_the_start(tmp_path: Path) -> None:
+    """A key file that cannot be used stops the start; without the machine it is not looked at."""
+    path = tmp_path / "key"
+    got = load(ram="1GiB", encryption_key_file=str(path))
+    with pytest.raises(ConfigError, match="encryption_key_file"):
+        got.key_ring()
+    with pytest.raises(ConfigError, match="encryption_key_file"):
+        config.load({"ram": "64MiB", "encryption_key_file": str(path)})
+    path.write_text("00" * 32)
+    assert got.key_ring() is not None
+    assert load(ram="1GiB").key_ring() is None
+    assert "00" * 32 not in str(got.effective())
 
 
 def test_effective_settings_can_be_read_again() -> None:

@@ -5,6 +5,7 @@ import re
 import pytest
 
 import kvtier.storage.redis as redis_tier
+from kvtier.storage.keyring import Key, KeyRing
 from kvtier.storage.redis import RedisTier
 from kvtier.storage.testing import NAMESPACE, OTHER_NAMESPACE, TierContract
 from kvtier.tools.redis_server import RedisServer
@@ -80,6 +81,13 @@ class TestCodec(TierContract):
     def open_tier(self, request, plain):
         open_tier = opener(plain.url)
         return lambda *args, **kwargs: open_tier(*args, codec=request.param, **kwargs)
+
+
+class TestSealed(TierContract):
+    @pytest.fixture(params=["raw", "zstd"])
+    def open_tier(self, request, plain):
+        open_tier, keys = opener(plain.url, stripe="64KiB"), KeyRing([Key(bytes(32))])
+        return lambda *args, **more: open_tier(*args, codec=request.param, keys=keys, **more)
 
 
 class TestUnixSocket(TierContract):
