@@ -66,7 +66,8 @@ def run_and_kill(root, seed, cap, after_s, engines):
     for child in children:
         child.send_signal(signal.SIGKILL)
     for child in children:
-        said.append(child.stdout.read().splitlines())
+        whole, _, _ = child.stdout.read().rpartition("\n")  # the last line may be cut short
+        said.append(whole.splitlines())
         child.wait()
         child.stdout.close()
     return said
