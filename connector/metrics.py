@@ -117,6 +117,19 @@ def _plain(value: float) -> int | float:
     return int(value) if float(value).is_integer() else round(value, 4)
 
 
+def _unregister_families() -> None:
+    """Take an earlier engine's families out of this process's registry.
+
+    vLLM does so with its own whenever an engine starts; a second registration of a name raises.
+    """
+    from prometheus_client import REGISTRY  # noqa: PLC0415 (only in the front-end process)
+
+    names = {metric.prometheus_name for metric in METRICS}
+    for collector in list(REGISTRY._collector_to_names):  # noqa: SLF001 (as vLLM does)
+        if getattr(collector, "_name", None) in names:
+            REGISTRY.unregister(collector)
+
+
 class KVTierPromMetrics(KVConnectorPromMetrics):
     """Prometheus families of `METRICS`, one child for each engine and label set."""
 
@@ -131,6 +144,7 @@ class KVTierPromMetrics(KVConnectorPromMetrics):
         self._families: dict[str, tuple[Metric, Any]] = {}
         self._children: dict[tuple[str, int], Any] = {}
         self._gauges: dict[int, dict[str, float]] = {}
+        _unregister_families()
         for metric in METRICS:
             cls = self._gauge_cls if metric.name.startswith(GAUGE) else self._counter_cls
             extra = {"multiprocess_mode": "mostrecent"} if metric.name.startswith(GAUGE) else {}
