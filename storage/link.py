@@ -210,6 +210,8 @@ class TierLink:
             self.save_lane.offer(partial(self._touch, keys), sum(map(len, keys)))
 
     def _touch(self, keys: Sequence[bytes]) -> None:
+        if self._closing:
+            return  # handed back by the lane, on the thread that closes
         try:
             self.tier.touch(keys)
         except Exception as err:  # noqa: BLE001 - only the order of eviction suffers
@@ -241,6 +243,8 @@ class TierLink:
             self.breaker.failure("no thread is free to probe")
 
     def _probe(self) -> None:
+        if self._closing:
+            return
         try:
             self.tier.contains_many([_PROBE_KEY])
         except Exception as err:  # noqa: BLE001 - whatever it is, the tier stays off
