@@ -41,6 +41,7 @@ class WorkerFacts(base.KVConnectorHandshakeMetadata):
 
     rank: int
     facts: dict[str, Any]
+    ready_pages: int
 
 
 @dataclass
@@ -171,9 +172,12 @@ class KVTierConnector(base.KVConnectorBase_V1, base.SupportsHMA):
         self._take_facts(metadata.values())
 
     def _take_facts(self, values: Iterable[Any]) -> None:
-        if self._names is not None:
-            facts = [value for value in values if isinstance(value, WorkerFacts)]
-            self._names.set_ranks({str(f.rank): f.facts for f in facts})
+        if self._names is None or self._scheduler is None:
+            return
+        facts = [value for value in values if isinstance(value, WorkerFacts)]
+        self._names.set_ranks({str(f.rank): f.facts for f in facts})
+        for fact in facts:
+            self._scheduler.pages_ready(fact.rank, fact.ready_pages)
 
     def on_new_request(self, request: Any) -> None:
         """Begin to follow a request."""
@@ -283,7 +287,8 @@ class KVTierConnector(base.KVConnectorBase_V1, base.SupportsHMA):
             return None
         from .namespace import worker_facts  # noqa: PLC0415 (only once)
 
-        return WorkerFacts(self._rank, worker_facts(self._vllm, self._geometry))
+        facts = worker_facts(self._vllm, self._geometry)
+        return WorkerFacts(self._rank, facts, self._worker.first_pages())
 
     def _plan(self) -> Plan:
         meta = self._get_connector_metadata()

@@ -386,12 +386,16 @@ class SchedulerHalf:
         if table is not None:
             self._saves.plan_chunks(tracker.hashes, tracker.save, table, valid_tokens)
 
+    def pages_ready(self, rank: int, ready_pages: int) -> None:
+        """Use the RAM pages that every rank has by now; ``rank`` has its first ``ready_pages``."""
+        if ready_pages != self._ready_pages[rank]:
+            self._ready_pages[rank] = ready_pages
+            self.catalog.add_pages(min(self._ready_pages))
+
     def settle(self, reports: Sequence[RankReport]) -> None:
         """Answer `update_connector_output`: take in what the workers say."""
         for report in reports:
-            if report.ready_pages != self._ready_pages[report.rank]:
-                self._ready_pages[report.rank] = report.ready_pages
-                self.catalog.add_pages(min(self._ready_pages))
+            self.pages_ready(report.rank, report.ready_pages)
             for event in report.events:
                 self._settle(event, report)
 

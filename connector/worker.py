@@ -21,6 +21,7 @@ from .plan import NamespaceInfo, Plan, RankReport
 logger = logging.getLogger("kvtier.worker")
 
 IDLE_WAIT_S = 0.001
+FIRST_PAGES_WAIT_S = 2.0  # a segment is pinned and touched in a fraction of this
 
 TierFactory = Callable[[NamespaceInfo], Sequence[Tier]]
 
@@ -127,6 +128,14 @@ class WorkerHalf:
                 self.transfer.submit_save(save, fence)
 
     # -- results -----------------------------------------------------------
+
+    def first_pages(self) -> int:
+        """Return how many pages are ready, after a short wait for the first segment of them.
+
+        At start only: what the first request saves needs pages before any report.
+        """
+        self._arena.wait_ready(self._arena.segment_pages, FIRST_PAGES_WAIT_S)
+        return self._arena.ready_pages
 
     def collect(self) -> tuple[set[str], set[str]]:
         """Return (requests whose load is over, those of them whose load failed)."""
