@@ -260,32 +260,28 @@ class SavePlanner:
         wanted = []
         for group, start, end in spans:
             first, n = self._geometry.blocks_in_span(group, start, end)
-            blocks = table[group.group_id][first : first + n]
             if n == 0:
                 continue
+            key = self._database.key_at(hashes, end, group.group_id)
+            if self._known(key, age - end):
+                continue
+            blocks = table[group.group_id][first : first + n]
             if len(blocks) < n or NULL_BLOCK in blocks:
                 self._counts.add("save_skipped_chunks.block_gone")
                 continue
-            key = self._database.key_at(hashes, end, group.group_id)
             wanted.append((key, group, start, end, list(blocks)))
         self._emit(wanted, age)
 
     def _emit(
         self, wanted: Sequence[tuple[bytes, GroupGeometry, int, int, list[int]]], age: int
     ) -> None:
-        """Reserve pages for chunks that are nowhere yet and queue one job for them.
-
-        Chunks that are somewhere count as used again.
-        """
+        """Reserve pages for chunks that are nowhere yet and queue one job for them."""
         chunks: list[SaveChunk] = []
         entries: list[Entry] = []
         n_pinned = 0
         for key, group, start, end, blocks in wanted:
-            entry = self._catalog.get(key)
-            if entry is not None:
-                entry.used = max(entry.used, age - end)
-                if entry.ram is not RamState.ABSENT or self._catalog.source_of(entry) is not None:
-                    continue
+            if self._known(key, age - end):
+                continue
             if self._policy.min_uses > 1 and not self._seen_enough(key):
                 self._counts.add("save_skipped_chunks.min_uses")
                 continue
@@ -308,6 +304,14 @@ class SavePlanner:
             job = SaveJob(self._next_job_id(), self._generation(), tuple(chunks))
             self._ledger.open_save(job, entries)
             self._jobs.append(job)
+
+    def _known(self, key: bytes, used: int) -> bool:
+        """Whether a chunk is somewhere, or on its way; it counts as used again."""
+        entry = self._catalog.get(key)
+        if entry is None:
+            return False
+        entry.used = max(entry.used, used)
+        return entry.ram is not RamState.ABSENT or self._catalog.source_of(entry) is not None
 
     def _seen_enough(self, key: bytes) -> bool:
         """Count a meeting with a chunk that is nowhere; True when it is to be saved."""
