@@ -10,6 +10,12 @@ Physical chunks are large, the matching unit is small. Records that end inside
 a chunk (tails, states) are tried after the last whole chunk, and the leading
 blocks of a longer record of the same chain serve a shorter hit: a position's KV
 depends only on the tokens before it, and the key's hash covers those.
+
+Full attention gives the longest length that comes into question. Where another
+group falls short there, shorter ones are tried: with recurrent groups every
+boundary; without, every boundary inside the last chunk and then the ends of
+whole chunks only, so that a long prompt whose windows are gone costs a few
+hundred questions and not tens of thousands.
 """
 
 from __future__ import annotations
@@ -229,10 +235,12 @@ class PrefixLookup:
             start = block // per_chunk * geometry.chunk_tokens
             stop = min(end, (block // per_chunk + 1) * per_chunk)
             piece = self._record_for(group, hashes, start, block, stop, tokens)
+            if piece is None and group.kind is not GroupKind.FULL:
+                piece = self._part_of(group, hashes, start, block, min(tokens, stop * size))
             if piece is None:
                 return None
             pieces.append(piece)
-            block = stop
+            block += piece.n_blocks
         return pieces
 
     def _record_for(
@@ -259,6 +267,25 @@ class PrefixLookup:
             stored_block, stored = geometry.blocks_in_span(group, start, end)
             if stored_block <= block and stop <= stored_block + stored:
                 n = stop - block
+                return Piece(key, group.group_id, start, end, stored_block, stored, block, n)
+        return None
+
+    def _part_of(
+        self, group: GroupGeometry, hashes: Sequence[bytes], start: int, block: int, before: int
+    ) -> Piece | None:
+        """Find a shorter record of the chunk at ``start`` that keeps ``block`` and reaches far.
+
+        Records of one chunk keep different parts of a window, and several may make up
+        what no single one has. Only whole blocks of a shorter record count.
+        """
+        geometry, unit = self._geometry, self._geometry.hash_block_tokens
+        for end in range(before - unit, start, -unit):
+            if self._catalog.source(self._key(hashes, end, group.group_id)) is None:
+                continue
+            stored_block, stored = geometry.blocks_in_span(group, start, end)
+            n = end // group.block_tokens - block
+            if stored_block <= block and n > 0:
+                key = self._key(hashes, end, group.group_id)
                 return Piece(key, group.group_id, start, end, stored_block, stored, block, n)
         return None
 
