@@ -1,0 +1,151 @@
+"""One load's promises: `LoadDone` once and final, `LoadRetired` once and last."""
+
+from __future__ import annotations
+
+import random
+import threading
+
+import numpy as np
+import pytest
+
+from kvtier.storage.jobs import ChunkStatus, LoadChunk, LoadDone, LoadJob, LoadRetired
+from kvtier.storage.loading import LoadState
+
+ONE = np.array([1], np.int64)
+
+
+def job_of(n, doomed=False):
+    chunks = tuple(LoadChunk(bytes([i]) * 9, 0, i, i + 1, "disk", 1, 0, ONE, ONE) for i in range(n))
+    return LoadJob(7, 0, "r", 1.0, chunks, doomed)
+
+
+@pytest.fixture
+def events():
+    return []
+
+
+def state_of(events, n, **options):
+    return LoadState(job_of(n, **options), 100.0, events.append)
+
+
+def kinds(events):
+    return [type(event) for event in events]
+
+
+def test_all_well(events):
+    """Every chunk landed: done and ok, then retired with what was filled."""
+    state = state_of(events, 2)
+    for i in (1, 0):
+        assert state.begin_copy()
+        state.filled(i)
+        state.end_copy()
+        assert not events
+        state.finish(i, ChunkStatus.OK)
+    assert events == [LoadDone(7, "r", bytes([1, 1]), ok=True), LoadRetired(7, bytes([1, 1]))]
+    assert state.done
+
+
+def test_no_copy_after_done(events):
+    """Once a load is told as over, no copy may begin."""
+    state = state_of(events, 1)
+    state.close(ChunkStatus.DEADLINE)
+    assert events == [LoadDone(7, "r", bytes([ChunkStatus.DEADLINE]), ok=False)]
+    assert not state.begin_copy()
+    state.finish(0, ChunkStatus.CANCELLED)
+    assert kinds(events) == [LoadDone, LoadRetired]
+
+
+def test_close_waits_for_a_copy_under_way(events):
+    """A closed load is told as over only when its last copy has ended, even if that went well."""
+    state = state_of(events, 3)
+    assert state.begin_copy()
+    assert state.begin_copy()
+    assert state.close(ChunkStatus.DEADLINE)
+    assert not state.close(ChunkStatus.CANCELLED)
+    assert not state.begin_copy()
+    state.end_copy()
+    assert not events
+    state.end_copy()
+    assert kinds(events) == [LoadDone]
+    assert not events[0].ok
+    assert events[0].statuses == bytes([ChunkStatus.DEADLINE] * 3)
+    for i in range(3):
+        state.finish(i, ChunkStatus.OK)
+    assert kinds(events) == [LoadDone, LoadRetired]
+
+
+def test_what_is_behind_a_failure_is_not_wanted(events):
+    """After a bad chunk only those before it are worth reading."""
+    state = state_of(events, 3)
+    state.finish(1, ChunkStatus.DAMAGED)
+    assert state.wanted(0)
+    assert not state.wanted(2)
+    state.finish(0, ChunkStatus.OK)
+    state.finish(2, ChunkStatus.CANCELLED)
+    done = events[0]
+    assert [ChunkStatus(s) for s in done.statuses] == [
+        ChunkStatus.OK,
+        ChunkStatus.DAMAGED,
+        ChunkStatus.CANCELLED,
+    ]
+    assert not done.ok
+
+
+def test_a_late_read_that_went_well_still_fills_ram(events):
+    """A read that outlives its deadline can keep its RAM pages, but not reach the device."""
+    state = state_of(events, 1)
+    state.close(ChunkStatus.DEADLINE)
+    state.filled(0)
+    assert not state.begin_copy()
+    state.finish(0, ChunkStatus.CANCELLED)
+    assert events[1] == LoadRetired(7, bytes([1]))
+
+
+@pytest.mark.parametrize("doomed", [False, True])
+def test_nothing_to_do(events, doomed):
+    """An empty job is over at once and ok; a doomed one is over at once and not."""
+    state = state_of(events, 3 if doomed else 0, doomed=doomed)
+    state.start(doomed=doomed)
+    assert kinds(events) == [LoadDone, LoadRetired]
+    assert events[0].ok is not doomed
+    assert not state.close(ChunkStatus.DEADLINE)
+    assert len(events) == 2
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_threads(seed):
+    """With chunks ending on many threads and a close at any moment, each end is told once."""
+    rng = random.Random(seed)
+    n, lock, events, copying, late = 6, threading.Lock(), [], [0], []
+
+    def emit(event):
+        with lock:
+            if isinstance(event, LoadDone):
+                late.append(copying[0])
+            events.append(event)
+
+    state = LoadState(job_of(n), 100.0, emit)
+    start = threading.Barrier(n + 1)
+    statuses = [rng.choice([ChunkStatus.OK, ChunkStatus.OK, ChunkStatus.MISSING]) for _ in range(n)]
+
+    def work(i):
+        start.wait()
+        status = ChunkStatus.CANCELLED
+        if state.wanted(i) and state.begin_copy():
+            with lock:
+                copying[0] += 1
+            status = statuses[i]
+            with lock:
+                copying[0] -= 1
+            state.end_copy()
+        state.finish(i, status)
+
+    threads = [threading.Thread(target=work, args=(i,)) for i in range(n)]
+    for thread in threads:
+        thread.start()
+    start.wait()
+    state.close(ChunkStatus.DEADLINE)
+    for thread in threads:
+        thread.join()
+    assert sorted(kinds(events), key=str) == [LoadDone, LoadRetired], f"seed {seed}"
+    assert late == [0]
