@@ -7,6 +7,8 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import numpy as np
+
 from ..storage.catalog import Catalog
 from ..storage.errors import ConfigError
 from ..storage.keyring import KeyRing
@@ -14,6 +16,9 @@ from ..storage.link import LinkLimits
 from ..storage.ram import Arena
 from ..storage.tier import Tier
 from ..storage.transfer import TransferLimits
+from .audit import AuditOptions
+from .audit_compare import layers_of
+from .audit_worker import AuditSetup
 from .config import Config
 from .device_side import CudaSide, HostSide
 from .geometry import Geometry
@@ -53,6 +58,7 @@ def arena_plan(config: Config, geometry: Geometry, n_ranks: int, n_stages: int =
     slot_pages = max(1, slot_pages)
     ram_bytes = config.per_rank(config.ram_bytes, n_ranks)
     total_bytes = ram_bytes or 2 * config.staging_bytes
+    audit_pages = 2 * slot_pages if config.audit_rate else 0
     n_pages = total_bytes // page_bytes
     wanted = min(config.staging_bytes, total_bytes // STAGING_SHARE) // page_bytes
     if not lower_tiers(config):
@@ -62,7 +68,7 @@ def arena_plan(config: Config, geometry: Geometry, n_ranks: int, n_stages: int =
     # the count may not depend on bytes.
     fitting = wanted // slot_pages if n_stages == 1 else threads
     slots = max(1, min(fitting, 4 * threads))
-    staging_pages = slots * slot_pages
+    staging_pages = slots * slot_pages + audit_pages
     if n_pages < staging_pages + slot_pages:
         need = (staging_pages + slot_pages) * page_bytes * n_ranks
         name = "ram" if config.ram_bytes else "staging"
@@ -70,7 +76,7 @@ def arena_plan(config: Config, geometry: Geometry, n_ranks: int, n_stages: int =
             f"kvtier setting {name!r} = {total_bytes} bytes a rank holds no chunk of this model "
             f"(one takes {slot_pages * page_bytes}); give at least {need} bytes in all"
         )
-    return ArenaPlan(page_bytes, staging_pages, n_pages - staging_pages, slot_pages)
+    return ArenaPlan(page_bytes, staging_pages, n_pages - staging_pages, slot_pages, audit_pages)
 
 
 def build_scheduler(
@@ -98,6 +104,7 @@ def build_scheduler(
         write=write_policy(config),
         open_probers=(lambda info: open_probers(config, info, n_holders)) if config.redis else None,
         adapter_of=adapter_of(),
+        audit=AuditOptions(config.audit_rate),
     )
     return SchedulerHalf(
         geometry, catalog, namespace, time.monotonic, n_ranks=n_ranks, options=options
@@ -168,6 +175,22 @@ def build_worker(
         time.monotonic,
         TransferLimits(links=links),
         replicas=replicas,
+        audits=_audit_setup(config, geometry, kv_caches, plan),
+    )
+
+
+def _audit_setup(
+    config: Config, geometry: Geometry, kv_caches: dict[str, Any], plan: ArenaPlan
+) -> AuditSetup | None:
+    if not plan.audit_pages:
+        return None
+    dtypes = {name: getattr(tensor, "dtype", None) for name, tensor in kv_caches.items()}
+    pages = np.arange(plan.staging_pages - plan.audit_pages, plan.staging_pages, dtype=np.int64)
+    return AuditSetup(
+        pages[: plan.slot_pages],
+        pages[plan.slot_pages :],
+        {group.group_id: layers_of(group, dtypes) for group in geometry.groups},
+        config.audit_tolerance,
     )
 
 

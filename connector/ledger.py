@@ -13,6 +13,9 @@ from dataclasses import dataclass, field
 
 from ..storage.catalog import Catalog, Entry
 from ..storage.jobs import (
+    AuditCopied,
+    AuditDone,
+    AuditJob,
     ChunkStatus,
     LoadDone,
     LoadJob,
@@ -47,6 +50,16 @@ class _Load:
     ok: bool = True
 
 
+@dataclass(slots=True)
+class _Audit:
+    job: AuditJob
+    entry: Entry
+    device_blocks: list[int]
+    copies_left: int
+    dones_left: int
+    results: list[AuditDone] = field(default_factory=list)
+
+
 @dataclass(frozen=True, slots=True)
 class LoadOutcome:
     """A load that every rank has reported: the worst status of each chunk."""
@@ -74,11 +87,12 @@ class Ledger:
     unwritten_at_s: float = -math.inf
     _saves: dict[int, _Save] = field(default_factory=dict)
     _loads: dict[int, _Load] = field(default_factory=dict)
+    _audits: dict[int, _Audit] = field(default_factory=dict)
 
     @property
     def outstanding(self) -> bool:
         """Whether any job has not been answered in full."""
-        return bool(self._saves or self._loads)
+        return bool(self._saves or self._loads or self._audits)
 
     def pinning(self, patience_s: float) -> bool:
         """Whether device blocks are held that will soon come back by themselves."""
@@ -166,3 +180,32 @@ class Ledger:
                 self.catalog.unpin(entry)
             elif load.job.chunks[i].source == "ram":
                 self.catalog.unpin(entry)
+
+    def open_audit(self, job: AuditJob, entry: Entry) -> None:
+        """Take the device blocks of an audit, and the RAM pages that it reads."""
+        blocks = job.blocks.tolist()
+        self.pin_blocks(blocks)
+        self.pinned_blocks += len(blocks)
+        if job.pages is not None:
+            self.catalog.pin(entry)
+        self._audits[job.job_id] = _Audit(job, entry, blocks, self.n_ranks, self.n_ranks)
+
+    def audit_copied(self, event: AuditCopied) -> None:
+        """One rank has read the device blocks of an audit."""
+        audit = self._audits[event.job_id]
+        audit.copies_left -= 1
+        if audit.copies_left == 0:
+            self.unpin_blocks(audit.device_blocks)
+            self.pinned_blocks -= len(audit.device_blocks)
+
+    def audit_done(self, event: AuditDone) -> tuple[AuditDone, ...] | None:
+        """One rank has compared; all ranks' results once the last one has."""
+        audit = self._audits[event.job_id]
+        audit.results.append(event)
+        audit.dones_left -= 1
+        if audit.dones_left:
+            return None
+        del self._audits[event.job_id]
+        if audit.job.pages is not None:
+            self.catalog.unpin(audit.entry)
+        return tuple(audit.results)

@@ -42,6 +42,7 @@ class MissReason(str, Enum):
     GATE = "gate"  # computing was judged cheaper
     LOAD_FAILED = "load_failed"  # a load for this request failed before
     LATE = "late"  # the answer of a tier did not come in time
+    AUDIT = "audit"  # computed on purpose, to be compared with what is stored
     NOT_READ = "not_read"  # the request asked not to be served from the cache
     OFF = "off"  # kvtier serves nothing in this engine; the log says why
 

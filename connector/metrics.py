@@ -55,6 +55,13 @@ METRICS: tuple[Metric, ...] = (
     Metric("quarantine_failed", ("tier",), "Damaged records that could not be moved away."),
     Metric("ram_evicted_chunks", (), "Chunks evicted from RAM."),
     Metric("ram_evicted_lost_chunks", (), "Of those, chunks that no lower tier held."),
+    Metric("audits", (), "Hits that were computed to be compared with what is stored."),
+    Metric("audited_chunks", (), "Chunks compared on all ranks."),
+    Metric("audited_values", (), "Values compared."),
+    Metric("audited_exact_values", (), "Of those, values that were the same, bit for bit."),
+    Metric("audit_differing_chunks", (), "Chunks that differed beyond the noise."),
+    Metric("audit_dropped_chunks", (), "Chunks dropped for that, those after them included."),
+    Metric("audit_skipped_chunks", ("reason",), "Chunks of audited hits that were not compared."),
     Metric("breaker_opened", ("tier",), "Times a tier was taken off."),
     Metric("breaker_closed", ("tier",), "Times a tier came back."),
     Metric("refusal_began", ("tier",), "Times a tier began to refuse saves."),
@@ -65,6 +72,7 @@ METRICS: tuple[Metric, ...] = (
     Metric("gauge.ram_pages", ("state",), "RAM pages by state."),
     Metric("gauge.save_queue_bytes", (), "Bytes waiting to be written below RAM, all ranks."),
     Metric("gauge.pinned_device_blocks", (), "Device blocks held by saves in flight."),
+    Metric("gauge.audit_worst_mean", (), "Largest mean relative difference taken for noise."),
 )
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ..storage.jobs import Event, LoadJob, SaveJob
+from ..storage.jobs import AuditJob, Event, LoadJob, SaveJob
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +40,7 @@ class Plan:
     cancels: tuple[int, ...] = ()
     touches: tuple[tuple[str, tuple[bytes, ...]], ...] = ()
     removals: tuple[tuple[str, bytes, str], ...] = ()
+    audits: tuple[AuditJob, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,6 +14,8 @@ from ..storage.catalog import Catalog, RamState
 from ..storage.counts import Counts
 from ..storage.errors import KVTierError
 from ..storage.jobs import (
+    AuditCopied,
+    AuditDone,
     ChunkStatus,
     Event,
     LoadDone,
@@ -24,6 +26,7 @@ from ..storage.jobs import (
     TierNews,
 )
 from . import engine_api
+from .audit import Auditor
 from .gate import Gate
 from .geometry import Geometry, GroupKind
 from .ledger import Ledger, LoadOutcome
@@ -88,6 +91,15 @@ class SchedulerHalf:
         )
         self._load_plans = LoadPlanner(
             geometry, catalog, self._ledger, promote=self.options.promote
+        )
+        self._auditor = Auditor(
+            geometry,
+            catalog,
+            self._ledger,
+            self.counts,
+            self._next_job_id,
+            lambda: self._generation,
+            self.options.audit,
         )
         self._shared = SharedLookup(geometry, catalog, clock)
         self.gate = Gate(self.options.load_policy)
@@ -177,8 +189,11 @@ class SchedulerHalf:
         if loading and self._may_ask_again(tracker, SHARED_LOAD_WAIT_S):
             return None, False
         tracker.asked_since_s = None
+        if self._auditor.wants(tracker.audit, local_tokens, hit.tokens):
+            tracker.reason = MissReason.AUDIT
+            hit = Hit(local_tokens, MissReason.AUDIT)
         tracker.hit_tokens = hit.tokens
-        return hit.tokens - local_tokens, True
+        return hit.tokens - local_tokens, hit.tokens > local_tokens
 
     def _refusal(self, tracker: Tracker) -> MissReason | None:
         """Return why this request is not served at all, or None."""
@@ -252,6 +267,7 @@ class SchedulerHalf:
         tracker.probed = False
         if not tracker.counted:
             self._count_admission(tracker, external_tokens)
+        self._auditor.admitted(tracker.audit, tracker.hashes)
         if external_tokens == 0:
             return
         end = tracker.local_tokens + external_tokens
@@ -321,6 +337,7 @@ class SchedulerHalf:
             return
         del self._trackers[request.request_id]
         self._shared.forget(request.request_id)
+        self._auditor.finished(tracker.audit)
         if tracker.load_job is not None:
             self._cancels.append(tracker.load_job)
             return
@@ -365,6 +382,8 @@ class SchedulerHalf:
             loads=self._load_plans.take(),
             cancels=tuple(self._cancels),
             touches=tuple((tier, tuple(keys)) for tier, keys in self._touches.items()),
+            removals=self._auditor.take_removals(),
+            audits=self._auditor.take_jobs(),
         )
         self._cancels, self._touches = [], {}
         return plan
@@ -380,10 +399,15 @@ class SchedulerHalf:
     def _plan_saves(self, scheduler_output: Any, tracker: Tracker, n_scheduled: int) -> None:
         request = tracker.request
         valid_tokens = min(request.num_computed_tokens + n_scheduled, request.num_tokens)
-        if not self._saves.due(tracker.save, valid_tokens):
+        due = self._saves.due(tracker.save, valid_tokens)
+        if not due and not tracker.audit.pieces:
             return
         table = engine_api.block_table(scheduler_output, request.request_id)
-        if table is not None:
+        if table is None:
+            return
+        if tracker.audit.pieces:
+            self._auditor.plan(tracker.audit, tracker.hashes, table, valid_tokens)
+        if due:
             self._saves.plan_chunks(tracker.hashes, tracker.save, table, valid_tokens)
 
     def pages_ready(self, rank: int, ready_pages: int) -> None:
@@ -410,6 +434,10 @@ class SchedulerHalf:
                 self._settle_load(outcome)
         elif isinstance(event, LoadRetired):
             self._ledger.load_retired(event)
+        elif isinstance(event, AuditCopied):
+            self._ledger.audit_copied(event)
+        elif isinstance(event, AuditDone):
+            self._auditor.settle(event)
         elif isinstance(event, TierNews):
             self._settle_news(event, report)
 
@@ -454,13 +482,19 @@ class SchedulerHalf:
         self.catalog.clear()
         for tracker in self._trackers.values():
             tracker.save.blocked = True
+        self._auditor.reset()
         self._generation += 1
         self._namespace = None
         self._shared.close()
 
     def pending(self) -> bool:
         """Answer `has_pending_push_work`: whether the engine must go on stepping."""
-        if self._ledger.outstanding or self._cancels or self._saves.waiting:
+        if (
+            self._ledger.outstanding
+            or self._cancels
+            or self._saves.waiting
+            or self._auditor.waiting
+        ):
             return True
         return self._starting()
 
@@ -500,6 +534,8 @@ class SchedulerHalf:
         values["ram_pages.pinned"] = catalog.pinned_pages
         values["ram_pages.all"] = catalog.n_pages
         values["pinned_device_blocks"] = self._ledger.pinned_blocks
+        if self._auditor.worst_mean:
+            values["audit_worst_mean"] = self._auditor.worst_mean
         return values
 
     def shutdown(self) -> None:

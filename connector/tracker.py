@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from .audit import AuditOptions, AuditTracker
 from .lookup import MissReason
 from .plan import NamespaceInfo
 from .prober import Prober
@@ -25,6 +26,7 @@ class SchedulerOptions:
         open_probers: makes the probers of shared tiers for a namespace.
         adapter_of: fingerprint of a request's LoRA adapter, or None; raises what
             makes the request unfit for the cache.
+        audit: which hits are computed and compared.
     """
 
     promote: bool = True
@@ -34,6 +36,7 @@ class SchedulerOptions:
     write: WritePolicy = field(default_factory=WritePolicy)
     open_probers: Callable[[NamespaceInfo], Sequence[Prober]] | None = None
     adapter_of: Callable[[Any], str | None] | None = None
+    audit: AuditOptions = field(default_factory=AuditOptions)
 
 
 @dataclass(slots=True)
@@ -53,6 +56,7 @@ class Tracker:
     load_began_s: float = 0.0
     hits: dict[str, int] = field(default_factory=dict)  # tokens by source, last admission
     counted: bool = False
+    audit: AuditTracker = field(default_factory=AuditTracker)
 
     @property
     def hashes(self) -> Sequence[bytes]:

@@ -11,16 +11,18 @@ import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
-from ..storage.jobs import Event, LoadDone, SaveJob
+from ..storage.jobs import AuditJob, Event, LoadDone, SaveJob
 from ..storage.ram import Arena
 from ..storage.tier import Tier
 from ..storage.transfer import Staging, Transfer, TransferLimits
+from .audit_worker import AuditRunner, AuditSetup
 from .mover import Mover
 from .plan import NamespaceInfo, Plan, RankReport
 
 logger = logging.getLogger("kvtier.worker")
 
 IDLE_WAIT_S = 0.001
+AUDIT_STOP_S = 2.0
 FIRST_PAGES_WAIT_S = 2.0  # a segment is pinned and touched in a fraction of this
 
 TierFactory = Callable[[NamespaceInfo], Sequence[Tier]]
@@ -33,6 +35,7 @@ class ArenaPlan:
     Attributes:
         page_bytes: size of a page.
         staging_pages: pages of the worker's own, the first ones.
+        audit_pages: of those, the last ones: two slots where hits are audited.
         catalog_pages: pages that the scheduler gives out, after those.
         slot_pages: pages of the largest chunk.
     """
@@ -41,6 +44,7 @@ class ArenaPlan:
     staging_pages: int
     catalog_pages: int
     slot_pages: int
+    audit_pages: int = 0
 
     @property
     def n_pages(self) -> int:
@@ -60,6 +64,7 @@ class WorkerHalf:
         block_bytes: for each group id, bytes of a block in a page (padded).
         mover: device copies; closed here.
         open_tiers: makes the tiers below RAM of a namespace.
+        audits: what audits need; None where there are none.
     """
 
     def __init__(
@@ -74,6 +79,7 @@ class WorkerHalf:
         limits: TransferLimits | None = None,
         flush_s: float = 3.0,
         replicas: int = 1,
+        audits: AuditSetup | None = None,
     ) -> None:
         self.rank = rank
         self.holder = rank // replicas
@@ -83,8 +89,22 @@ class WorkerHalf:
         self._mover = mover
         self._open_tiers = open_tiers
         self._flush_s = flush_s
-        staging = Staging(range(plan.staging_pages), plan.slot_pages)
+        self._clock = clock
+        staging = Staging(range(plan.staging_pages - plan.audit_pages), plan.slot_pages)
         self.transfer = Transfer(arena, block_bytes, staging, mover, clock, limits)
+        self._generation = 0
+        self._audits: AuditRunner | None = None
+        if audits is not None:
+            self._audits = AuditRunner(
+                audits,
+                arena,
+                block_bytes,
+                mover,
+                lambda: self.transfer.links,
+                lambda: self._generation,
+                clock,
+            )
+        self._audit_jobs: list[AuditJob] = []
         self._saves: list[SaveJob] = []
         self._idle = False
         self._events: list[Event] = []
@@ -107,12 +127,18 @@ class WorkerHalf:
             for load in plan.loads:
                 self.transfer.submit_load(load, after)
         self._saves.extend(plan.saves if self._writes else map(_copy_only, plan.saves))
+        self._audit_jobs.extend(plan.audits)
+        for tier, key, reason in plan.removals:
+            link = self.transfer.links.get(tier)
+            if link is not None:
+                link.condemn(key, reason)
         for tier, keys in plan.touches:
             link = self.transfer.links.get(tier)
             if link is not None:
                 link.touch(keys)
 
     def _enter(self, namespace: NamespaceInfo) -> None:
+        self._generation = namespace.generation
         try:
             self.transfer.set_tiers(self._open_tiers(namespace), namespace.generation)
         except Exception:
@@ -121,11 +147,16 @@ class WorkerHalf:
 
     def forward_launched(self) -> None:
         """The step's forward has been launched: its saves may be read once it is done."""
-        if self._saves:
-            fence = self._mover.fence()
-            saves, self._saves = self._saves, []
-            for save in saves:
-                self.transfer.submit_save(save, fence)
+        if not self._saves and not self._audit_jobs:
+            return
+        fence = self._mover.fence()
+        saves, self._saves = self._saves, []
+        for save in saves:
+            self.transfer.submit_save(save, fence)
+        audits, self._audit_jobs = self._audit_jobs, []
+        for job in audits:
+            assert self._audits is not None
+            self._audits.submit(job, fence)
 
     # -- results -----------------------------------------------------------
 
@@ -144,6 +175,8 @@ class WorkerHalf:
         if self._idle and self.transfer.loading:
             self.transfer.wait(IDLE_WAIT_S)
         self._events += self.transfer.take_events()
+        if self._audits is not None:
+            self._events += self._audits.take_events()
         finished: set[str] = set()
         failed: set[str] = set()
         for event in self._events:
@@ -179,6 +212,8 @@ class WorkerHalf:
         if self._closed:
             return
         self._closed = True
+        if self._audits is not None:
+            self._audits.close(self._clock() + AUDIT_STOP_S)
         self.transfer.close(self._flush_s)
         self._mover.close()
         self._arena.close()

@@ -102,6 +102,55 @@ class LoadJob:
 
 
 @dataclass(frozen=True, slots=True)
+class AuditJob:
+    """Part of one record to compare with device blocks that were computed anew.
+
+    Attributes:
+        source: "ram" or the name of a lower tier.
+        n_blocks: blocks that the record stores.
+        offset_blocks: first stored block to compare.
+        blocks: device block ids (m,) int64, m <= n_blocks - offset_blocks; valid once
+            this step's forward has run.
+        pages: RAM page ids (n_blocks,) int64 where the record is in RAM, else None.
+    """
+
+    job_id: int
+    generation: int
+    key: bytes
+    group: int
+    start_tokens: int
+    end_tokens: int
+    source: str
+    n_blocks: int
+    offset_blocks: int
+    blocks: Ids
+    pages: Ids | None
+
+
+@dataclass(frozen=True, slots=True)
+class LayerDifference:
+    """How one layer's computed and stored KV compare.
+
+    Attributes:
+        values: how many were compared.
+        exact: how many were the same, bit for bit.
+        largest: largest relative difference of a value.
+        mean: mean relative difference, of the worst slice of a block.
+        block: index of the first block that differs beyond the noise; where none
+            does, of the worst one.
+        differs: beyond the noise.
+    """
+
+    layer: str
+    values: int
+    exact: int
+    largest: float
+    mean: float
+    block: int
+    differs: bool
+
+
+@dataclass(frozen=True, slots=True)
 class SaveCopied:
     """Device blocks have been read (or given up); they may be reused. One `ChunkStatus` a chunk."""
 
@@ -153,4 +202,20 @@ class TierNews:
     reset: bool = False  # everything known before is void
 
 
-Event = SaveCopied | SaveRetired | LoadDone | LoadRetired | TierNews
+@dataclass(frozen=True, slots=True)
+class AuditCopied:
+    """An audit's device blocks have been read (or given up); they may be reused."""
+
+    job_id: int
+
+
+@dataclass(frozen=True, slots=True)
+class AuditDone:
+    """An audit is over; ``layers`` are the rank's, and empty unless ``status`` is OK."""
+
+    job_id: int
+    status: ChunkStatus
+    layers: tuple[LayerDifference, ...] = ()
+
+
+Event = SaveCopied | SaveRetired | LoadDone | LoadRetired | TierNews | AuditCopied | AuditDone

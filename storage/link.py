@@ -162,6 +162,14 @@ class TierLink:
             logger.debug("kvtier: quarantine failed: %r", err)
             self._counts.add(f"quarantine_failed.{self.name}")
 
+    def condemn(self, key: bytes, reason: str) -> None:
+        """Take a record out of sight that reads well but is known to be wrong. Never blocks."""
+        self.load_lane.offer(partial(self._condemn, key, reason))
+
+    def _condemn(self, key: bytes, reason: str) -> None:
+        if not self._closing:  # a task handed back asks the tier nothing
+            self.discard(key, reason)
+
     def save(self, spec: RecordSpec, payload: Buffers) -> bool:
         """Write one record; on a lane's thread. True when it is on the tier."""
         if not self.online or not (self.write_breaker.closed or self.write_breaker.take_probe()):
