@@ -35,7 +35,6 @@ class _Save:
     retires_left: int
     ok: list[bool]
     opened_at_s: float
-    wrote: bool = False  # anything, on any rank
 
 
 @dataclass(slots=True)
@@ -75,7 +74,7 @@ class Ledger:
 
     Attributes:
         pin_blocks, unpin_blocks: take and give back references of device blocks.
-        unwritten_at_s: when a write-back last ended with nothing written.
+        unwritten_at_s: when a write-back last ended with nothing held below RAM.
     """
 
     catalog: Catalog
@@ -144,10 +143,10 @@ class Ledger:
             if save.ok[index] and not save.entries[index].dead:
                 chunk = save.job.chunks[index]
                 self.catalog.tier_added(tier, chunk.key, holder, len(chunk.pages))
-        save.wrote = save.wrote or bool(event.written)
         save.retires_left -= 1
         if save.retires_left == 0:
-            if not save.wrote and not save.device_blocks:
+            held = any(self.catalog.held_below(entry) for entry in save.entries)
+            if not held and not save.device_blocks:
                 self.unwritten_at_s = self.clock()
             del self._saves[event.job_id]
             for entry in save.entries:

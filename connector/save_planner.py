@@ -27,7 +27,7 @@ NO_BLOCKS = np.empty(0, dtype=np.int64)
 MAX_SEEN = 200_000
 WRITE_BACK_SHARE = 0.25  # of RAM that can be given away without losing a chunk
 WRITE_BACK_CHUNKS = 8  # written back at once
-WRITE_BACK_RETRY_S = 5.0  # after a write-back that wrote nothing
+WRITE_BACK_RETRY_S = 5.0  # after a write-back that brought nothing to every rank
 
 
 @dataclass(frozen=True, slots=True)

@@ -310,6 +310,10 @@ class Catalog:
         """Return the share of RAM that is free or also on a lower tier and unpinned."""
         return (len(self._free) + self._spare.pages) / max(1, self.n_pages)
 
+    def held_below(self, entry: Entry) -> bool:
+        """Whether a lower tier holds a chunk on every rank."""
+        return any(mask == self._all_ranks for mask in entry.masks)
+
     def oldest_only(self, limit: int) -> list[Entry]:
         """Return up to ``limit`` unpinned chunks that only RAM holds, oldest first."""
         return self._only.oldest_many(limit)
@@ -346,8 +350,7 @@ class Catalog:
             self.version += 1
 
     def _join_lru(self, entry: Entry) -> None:
-        held = any(mask == self._all_ranks for mask in entry.masks)
-        (self._spare if held else self._only).add(entry)
+        (self._spare if self.held_below(entry) else self._only).add(entry)
 
     def _leave_lru(self, entry: Entry) -> bool:
         return self._spare.discard(entry) or self._only.discard(entry)

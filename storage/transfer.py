@@ -175,6 +175,8 @@ class Transfer:
     def set_tiers(self, tiers: Sequence[Tier], generation: int = 0) -> None:
         """Use these tiers from now on; those in use before are closed in the background.
 
+        A tier that has limits but is not among them counts as off.
+
         Jobs of another ``generation`` load nothing and write nothing from here on, and
         a load of one that is over but not told yet is told as failed.
         """
@@ -185,6 +187,8 @@ class Transfer:
             links[tier.name] = TierLink(tier, self.counts, self._clock, limits)
             self._online[tier.name] = True
             self._emit(TierNews(tier.name, complete=False, reset=True))
+        for name in self.limits.links.keys() - links.keys():
+            self._emit(TierNews(name, online=False, reset=True))
         self._told_complete.clear()
         self._generation, self._links = generation, links
         self._give_up_loads_of_old()
