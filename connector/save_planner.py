@@ -9,7 +9,7 @@ Scheduler thread only.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,6 +27,9 @@ NO_BLOCKS = np.empty(0, dtype=np.int64)
 MAX_SEEN = 200_000
 WRITE_BACK_SHARE = 0.25  # of RAM that can be given away without losing a chunk
 WRITE_BACK_CHUNKS = 8  # written back at once
+
+Wanted = tuple[bytes, GroupGeometry, int, int, list[int]]
+"""A chunk to save: key, group, start and end in tokens, device blocks."""
 WRITE_BACK_RETRY_S = 5.0  # after a write-back that brought nothing to every rank
 
 
@@ -94,8 +97,8 @@ class SavePlanner:
         self._jobs: list[SaveJob] = []
         self._attention = [g for g in geometry.groups if g.kind is not GroupKind.RECURRENT]
         self._recurrent = {g.group_id: g for g in geometry.groups if g.kind is GroupKind.RECURRENT}
-        # Pinned blocks cannot be given to requests: never more than half of the pool.
-        self._max_pinned = max(1, geometry.num_blocks // 2)
+        # Pinned blocks cannot be given to requests; what does not fit waits a step.
+        self._max_pinned = max(1, geometry.num_blocks * 3 // 4)
 
     @property
     def waiting(self) -> bool:
@@ -122,26 +125,32 @@ class SavePlanner:
         tracker: SaveTracker,
         table: Sequence[Sequence[int]],
         valid_tokens: int,
+        *,
+        final: bool = False,
     ) -> None:
         """Plan the whole chunks of the first ``valid_tokens`` that have not been planned.
+
+        What finds no room now is planned with a later step, or dropped when ``final``.
 
         Args:
             hashes: the request's block hashes.
             tracker: how far it has been saved; moved on.
             table: block ids per engine group; 0 where the engine keeps none.
             valid_tokens: KV of so many tokens is valid once this step's forward has run.
+            final: there is no later step.
         """
         chunk = self._geometry.chunk_tokens
         start = self._planned_tokens(hashes, tracker) // chunk * chunk
         hashed = len(hashes) * self._geometry.hash_block_tokens
         last = min(valid_tokens, hashed) // chunk * chunk
-        spans = [
+        spans = (
             (group, at, at + chunk) for at in range(start, last, chunk) for group in self._attention
-        ]
-        self._plan(hashes, table, spans, self._age(tracker))
-        if last > start:
-            tracker.saved_tokens = last
-            tracker.saved_hash = self._database.hash_at(hashes, last)
+        )
+        refused = self._plan(hashes, table, spans, self._age(tracker), final=final)
+        reached = last if refused is None else refused
+        if reached > start:
+            tracker.saved_tokens = reached
+            tracker.saved_hash = self._database.hash_at(hashes, reached)
 
     def _planned_tokens(self, hashes: Sequence[bytes], tracker: SaveTracker) -> int:
         """Return up to where this very prefix has been planned."""
@@ -173,7 +182,7 @@ class SavePlanner:
         valid = max(request.num_prompt_tokens, request.num_tokens - 1)
         valid = min(valid, request.num_computed_tokens)
         tracker.age = self._catalog.age()
-        self.plan_chunks(hashes, tracker, table, valid)
+        self.plan_chunks(hashes, tracker, table, valid, final=True)
         for key, end in self._chain(hashes, tracker.saved_tokens):
             entry = self._catalog.get(key)
             if entry is not None:
@@ -254,10 +263,21 @@ class SavePlanner:
         self,
         hashes: Sequence[bytes],
         table: Sequence[Sequence[int]],
-        spans: Sequence[tuple[GroupGeometry, int, int]],
+        spans: Iterable[tuple[GroupGeometry, int, int]],
         age: int,
-    ) -> None:
-        wanted = []
+        *,
+        final: bool = True,
+    ) -> int | None:
+        """Queue the chunks of ``spans``; return where the first one begins that has to wait."""
+        return self._emit(self._wanted(hashes, table, spans, age), age, final=final)
+
+    def _wanted(
+        self,
+        hashes: Sequence[bytes],
+        table: Sequence[Sequence[int]],
+        spans: Iterable[tuple[GroupGeometry, int, int]],
+        age: int,
+    ) -> Iterator[Wanted]:
         for group, start, end in spans:
             first, n = self._geometry.blocks_in_span(group, start, end)
             if n == 0:
@@ -269,23 +289,25 @@ class SavePlanner:
             if len(blocks) < n or NULL_BLOCK in blocks:
                 self._counts.add("save_skipped_chunks.block_gone")
                 continue
-            wanted.append((key, group, start, end, list(blocks)))
-        self._emit(wanted, age)
+            yield key, group, start, end, list(blocks)
 
-    def _emit(
-        self, wanted: Sequence[tuple[bytes, GroupGeometry, int, int, list[int]]], age: int
-    ) -> None:
+    def _emit(self, wanted: Iterable[Wanted], age: int, *, final: bool = True) -> int | None:
         """Reserve pages for chunks that are nowhere yet and queue one job for them."""
+        refused: int | None = None
         chunks: list[SaveChunk] = []
         entries: list[Entry] = []
         n_pinned = 0
         for key, group, start, end, blocks in wanted:
             if self._known(key, age - end):
                 continue
+            crowded = self._ledger.pinned_blocks + n_pinned + len(blocks) > self._max_pinned
+            if (crowded or not self._catalog.has_room(len(blocks))) and not final:
+                refused = start
+                break
             if self._policy.min_uses > 1 and not self._seen_enough(key):
                 self._counts.add("save_skipped_chunks.min_uses")
                 continue
-            if self._ledger.pinned_blocks + n_pinned + len(blocks) > self._max_pinned:
+            if crowded:
                 self._counts.add("save_dropped_chunks.device.pins")
                 continue
             entry = self._catalog.begin_save(key, len(blocks), age - end)
@@ -304,6 +326,7 @@ class SavePlanner:
             job = SaveJob(self._next_job_id(), self._generation(), tuple(chunks))
             self._ledger.open_save(job, entries)
             self._jobs.append(job)
+        return refused
 
     def _known(self, key: bytes, used: int) -> bool:
         """Whether a chunk is somewhere, or on its way; it counts as used again."""

@@ -210,6 +210,10 @@ class Catalog:
             self._offline[i] = offline
             self.version += 1
 
+    def is_offline(self, tier: str) -> bool:
+        """Whether a lower tier is out of lookups now."""
+        return self._offline[self.tiers.index(tier)]
+
     # -- pages -----------------------------------------------------------
 
     def begin_save(self, key: bytes, n_blocks: int, used: int | None = None) -> Entry | None:
@@ -228,6 +232,11 @@ class Catalog:
         elif used is not None:
             entry.used = used
         return entry
+
+    def has_room(self, n_pages: int) -> bool:
+        """Whether a save of so many pages would find room now."""
+        room = len(self._free) + self._spare.pages + self._only.pages
+        return bool(room >= n_pages)
 
     def begin_promote(self, key: bytes, n_blocks: int) -> Entry | None:
         """Reserve pages to load a chunk of a lower tier into; the entry comes pinned.
