@@ -114,6 +114,8 @@ class Ledger:
     def open_load(self, job: LoadJob, entries: Sequence[Entry], filling: Sequence[bool]) -> None:
         """Note a load; entries with pages in use are pinned already."""
         n = len(job.chunks)
+        for entry, fills in zip(entries, filling, strict=True):
+            entry.loads += fills
         self._loads[job.job_id] = _Load(
             job,
             tuple(entries),
@@ -163,6 +165,8 @@ class Ledger:
         load.dones_left -= 1
         if load.dones_left:
             return None
+        for entry, fills in zip(load.entries, load.filling, strict=True):
+            entry.loads -= fills
         return LoadOutcome(load.job, tuple(ChunkStatus(s) for s in load.worst), load.ok)
 
     def load_retired(self, event: LoadRetired) -> None:

@@ -257,7 +257,7 @@ class SchedulerHalf:
         end = min((local_tokens // chunk + 1) * chunk, tokens // unit * unit)
         for group in self.geometry.groups:
             entry = self.catalog.get(hashes[end // unit - 1] + bytes((group.group_id,)))
-            if entry is not None and entry.ram is RamState.FILLING and entry.writes == 0:
+            if entry is not None and entry.ram is RamState.FILLING and entry.loads:
                 return True
         return False
 

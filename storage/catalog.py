@@ -47,6 +47,7 @@ class Entry:
         masks: for each lower tier, a bit for every rank that holds its record.
         pins: jobs that use the RAM pages now.
         writes: jobs that write this chunk to a lower tier now.
+        loads: jobs that fill the pages from a lower tier, while a request waits for them.
         span: token range [start, end), where a save has told it.
         used: age of the last use; larger is younger.
         dead: dropped from the catalog; pages go back with the last pin.
@@ -59,6 +60,7 @@ class Entry:
     masks: list[int] = field(default_factory=list)
     pins: int = 0
     writes: int = 0
+    loads: int = 0
     span: tuple[int, int] | None = None
     used: int = 0
     uses: int = 0
