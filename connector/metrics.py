@@ -8,7 +8,6 @@ in the front-end process.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
@@ -16,64 +15,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
     KVConnectorStats,
 )
 
-GAUGE = "gauge."
-
-
-@dataclass(frozen=True, slots=True)
-class Metric:
-    """One Prometheus family: its stats name, labels and help."""
-
-    name: str
-    labels: tuple[str, ...]
-    help: str
-
-    @property
-    def prometheus_name(self) -> str:
-        """Name as scraped (counters get ``_total`` from the client library)."""
-        return f"kvtier:{self.name.removeprefix(GAUGE)}"
-
-
-METRICS: tuple[Metric, ...] = (
-    Metric("lookups", (), "Admitted requests whose prefix was looked up."),
-    Metric("lookup_tokens", (), "Tokens of those requests."),
-    Metric("local_hit_tokens", (), "Tokens that the device's own prefix cache held."),
-    Metric("hits", (), "Requests with tokens to restore."),
-    Metric("hit_tokens", ("tier",), "Tokens to restore, by the tier that they come from."),
-    Metric("misses", ("reason",), "Requests whose hit ended early, by reason."),
-    Metric("loads_failed", (), "Loads that failed; the request computed instead."),
-    Metric("load_deadline_missed", (), "Loads that ran past their deadline."),
-    Metric("load_bytes", ("tier",), "Bytes loaded."),
-    Metric("load_chunks", ("tier",), "Chunks loaded."),
-    Metric("load_s", ("tier",), "Thread seconds spent loading."),
-    Metric("load_failed_chunks", ("tier", "reason"), "Chunks that could not be loaded."),
-    Metric("save_bytes", ("tier",), "Bytes saved."),
-    Metric("save_chunks", ("tier",), "Chunks saved."),
-    Metric("save_s", ("tier",), "Thread seconds spent saving."),
-    Metric("save_failed_chunks", ("tier",), "Chunks that could not be copied."),
-    Metric("save_skipped_chunks", ("reason",), "Chunks that could not be saved whole."),
-    Metric("save_dropped_chunks", ("tier", "reason"), "Chunks dropped instead of waiting."),
-    Metric("quarantine_failed", ("tier",), "Damaged records that could not be moved away."),
-    Metric("ram_evicted_chunks", (), "Chunks evicted from RAM."),
-    Metric("ram_evicted_lost_chunks", (), "Of those, chunks that no lower tier held."),
-    Metric("audits", (), "Hits that were computed to be compared with what is stored."),
-    Metric("audited_chunks", (), "Chunks compared on all ranks."),
-    Metric("audited_values", (), "Values compared."),
-    Metric("audited_exact_values", (), "Of those, values that were the same, bit for bit."),
-    Metric("audit_differing_chunks", (), "Chunks that differed beyond the noise."),
-    Metric("audit_dropped_chunks", (), "Chunks dropped for that, those after them included."),
-    Metric("audit_skipped_chunks", ("reason",), "Chunks of audited hits that were not compared."),
-    Metric("breaker_opened", ("tier",), "Times a tier was taken off."),
-    Metric("breaker_closed", ("tier",), "Times a tier came back."),
-    Metric("refusal_began", ("tier",), "Times a tier began to refuse saves."),
-    Metric("refusal_ended", ("tier",), "Times a tier took saves again."),
-    Metric("gauge.resident_chunks", ("tier",), "Chunks that can be served from a tier."),
-    Metric("gauge.resident_bytes", ("tier",), "Bytes on a tier, all ranks."),
-    Metric("gauge.tier_online", ("tier",), "1 while a tier answers, summed over ranks."),
-    Metric("gauge.ram_pages", ("state",), "RAM pages by state."),
-    Metric("gauge.save_queue_bytes", (), "Bytes waiting to be written below RAM, all ranks."),
-    Metric("gauge.pinned_device_blocks", (), "Device blocks held by saves in flight."),
-    Metric("gauge.audit_worst_mean", (), "Largest mean relative difference taken for noise."),
-)
+from .metric_table import GAUGE, METRICS, Metric
 
 
 class KVTierStats(KVConnectorStats):
