@@ -91,6 +91,7 @@ class DiskTier(Tier):
         item_bytes: int = 2,
         description: Mapping[str, Any] | None = None,
         keys: KeyRing | None = None,
+        form: PayloadFormat | None = None,
         clock: Callable[[], float] = time.time,
         direct: str = "auto",
         poll_s: float = 1.0,
@@ -106,6 +107,7 @@ class DiskTier(Tier):
             item_bytes: bytes of one KV value: 1, 2 or 4.
             description: plain-text fields of the namespace, kept next to the records.
             keys: seals records with their first, reads those of all; None: not sealed.
+            form: instead of codec, item_bytes and keys.
             clock: Unix time in seconds.
             direct: "auto" uses O_DIRECT where the file system has it, "never" the page cache.
             poll_s: how often others' changes are looked for.
@@ -114,7 +116,7 @@ class DiskTier(Tier):
             ConfigError: no such codec.
         """
         assert len(namespace) == NAMESPACE_BYTES
-        self._format = PayloadFormat(codec_of(codec), item_bytes, keys)
+        self._format = form or PayloadFormat(codec_of(codec), item_bytes, keys)
         self._root = os.path.abspath(root)
         self._namespace = namespace
         self._rank = rank

@@ -171,9 +171,9 @@ def _small_file(path: str) -> bytes:
 
 
 def iter_record_files(
-    root: str, namespace: bytes | None = None, rank: int | None = None
+    root: str, namespace: bytes | None = None, rank: int | None = None, start: str = ""
 ) -> Iterator[RecordFile]:
-    """Yield every file that is named like a record and lies where it belongs.
+    """Yield every file that is named like a record and lies where it belongs, ordered by name.
 
     Streams folder by folder; what vanishes or cannot be listed meanwhile is skipped.
 
@@ -181,17 +181,18 @@ def iter_record_files(
         root: the store.
         namespace: only this one, or None for all.
         rank: only this one, or None for all.
+        start: only keys whose name begins so; looks only into folders where they can be.
     """
     names = _listed(root, _NAMESPACE) if namespace is None else [namespace.hex()]
     for name in names:
         ranks = _listed(f"{root}/{name}", _RANK) if rank is None else [f"r{rank}"]
         for rank_name in ranks:
             folder = f"{root}/{name}/{rank_name}"
-            for first in _listed(folder, _HEX2):
-                for second in _listed(f"{folder}/{first}", _HEX2):
+            for first in _listed(folder, _HEX2, start[:2]):
+                for second in _listed(f"{folder}/{first}", _HEX2, start[2:4]):
                     yield from _records_in(
                         f"{folder}/{first}/{second}",
-                        first + second,
+                        max(first + second, start, key=len),
                         bytes.fromhex(name),
                         int(rank_name[1:]),
                     )
@@ -227,11 +228,14 @@ def make_folders(path: str) -> None:
         make_folders(path)
 
 
-def _listed(folder: str, pattern: re.Pattern[str]) -> list[str]:
-    """Return the names in a folder that match; none where it cannot be listed."""
+def _listed(folder: str, pattern: re.Pattern[str], start: str = "") -> list[str]:
+    """Return the names in a folder that match, in order; none where it cannot be listed."""
     try:
-        with os.scandir(folder) as entries:
-            return [entry.name for entry in entries if pattern.fullmatch(entry.name)]
+        return sorted(
+            name
+            for name in os.listdir(folder)
+            if name.startswith(start) and pattern.fullmatch(name)
+        )
     except OSError:
         return []
 
@@ -251,7 +255,7 @@ def _files(folder: str) -> Iterator[tuple[str, str, int, float]]:
 
 
 def _records_in(folder: str, prefix: str, namespace: bytes, rank: int) -> Iterator[RecordFile]:
-    for path, name, file_bytes, used_at_s in _files(folder):
+    for path, name, file_bytes, used_at_s in sorted(_files(folder)):
         key = key_of_file(name) if name.startswith(prefix) else None
         if key is not None:
             yield RecordFile(path, namespace, rank, key, file_bytes, used_at_s)

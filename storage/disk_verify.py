@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import mmap
 import os
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import xxhash
 
-from .disk_file import checked_header, open_record, read_all, regular_length, unavailable
+from .disk_file import checked_header, open_record, padded, read_all, regular_length, unavailable
 from .errors import DamageReason, RecordDamaged
 from .key import key_name
 from .record import DISK_HEADER_BYTES
@@ -59,6 +60,38 @@ def read_header(path: str) -> Header:
         raise unavailable(error, f"cannot read {path}") from None
     finally:
         os.close(fd)
+
+
+def read_stored(path: str, belongs: RecordFile) -> tuple[Header, memoryview]:
+    """Return a record's header and its payload as stored, once all of it has been checked.
+
+    The view begins at a page boundary, as writers with O_DIRECT need it.
+
+    Args:
+        path: the file.
+        belongs: where it was found; its header must name the same record.
+
+    Raises:
+        RecordMissing, RecordDamaged, TierUnavailable: as `read_header`.
+    """
+    fd = open_record(path)
+    try:
+        header = _header_of(fd)
+        _check_place(header, belongs)
+        room = memoryview(mmap.mmap(-1, padded(header.stored_bytes)))
+        if read_all(fd, [room], DISK_HEADER_BYTES) < len(room):
+            raise RecordDamaged(DamageReason.TRUNCATED, "ends inside its payload")
+        os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+    except OSError as error:
+        raise unavailable(error, f"cannot read {path}") from None
+    finally:
+        os.close(fd)
+    stored = room[: header.stored_bytes]
+    if xxhash.xxh3_128_digest(stored) != header.payload_checksum:
+        raise RecordDamaged(DamageReason.PAYLOAD, "payload checksum differs")
+    if any(room[header.stored_bytes :]):
+        raise RecordDamaged(DamageReason.PAYLOAD, "padding is not zero")
+    return header, stored
 
 
 def verify_file(path: str, belongs: RecordFile | None = None) -> VerifyResult:

@@ -68,6 +68,7 @@ class RedisTier(Tier):
         item_bytes: bytes of one value, for the codec.
         description: plain words about the namespace, kept beside it for tools.
         keys: seals records with their first, reads those of all; None: not sealed.
+        form: instead of codec, item_bytes and keys.
         clock: Unix time.
         draw: returns so many random bytes.
     """
@@ -84,6 +85,7 @@ class RedisTier(Tier):
         item_bytes: int = 2,
         description: Mapping[str, Any] | None = None,
         keys: KeyRing | None = None,
+        form: PayloadFormat | None = None,
         name: str = "redis",
         clock: Callable[[], float] = time.time,
         draw: Callable[[int], bytes] = os.urandom,
@@ -93,7 +95,7 @@ class RedisTier(Tier):
         self.settings = settings
         self._namespace = namespace
         self._rank = rank
-        self._format = PayloadFormat(codec_of(codec), item_bytes, keys, draw)
+        self._format = form or PayloadFormat(codec_of(codec), item_bytes, keys, draw)
         self._description = json.dumps(description, sort_keys=True) if description else ""
         self._clock = clock
         self._draw = draw
@@ -120,7 +122,6 @@ class RedisTier(Tier):
 
     def put(self, spec: RecordSpec, payload: Buffers, *, replace: bool = False) -> PutResult:
         """Store a record; see `Tier.put`. Bytes go from ``payload`` to the socket."""
-        assert sum(len(part) for part in payload) == spec.raw_bytes
         packed = self._format.pack(spec, self._namespace, self._rank, self._clock(), payload)
         head = Head(
             packed.header,  # its checksum is taken on the way
@@ -146,7 +147,6 @@ class RedisTier(Tier):
 
     def get(self, spec: RecordSpec, into: Buffers) -> int:
         """Read a record; see `Tier.get`. Bytes of a raw record go from the socket to ``into``."""
-        assert sum(len(part) for part in into) == spec.raw_bytes
         gone: StripeGoneError | None = None
         try:
             for _try in range(_TRIES):
