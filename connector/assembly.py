@@ -16,6 +16,7 @@ from ..storage.link import LinkLimits
 from ..storage.ram import Arena
 from ..storage.tier import Tier
 from ..storage.transfer import TransferLimits
+from . import shared_tiers
 from .audit import AuditOptions
 from .audit_compare import layers_of
 from .audit_worker import AuditSetup
@@ -23,7 +24,6 @@ from .config import Config
 from .device_side import CudaSide, HostSide
 from .geometry import Geometry
 from .plan import NamespaceInfo
-from .prober import Prober
 from .regions import build_region_tables
 from .save_planner import WritePolicy
 from .scheduler import SchedulerHalf
@@ -86,6 +86,7 @@ def build_scheduler(
     n_ranks: int,
     replicas: int = 1,
     n_stages: int = 1,
+    namespace_changed: Callable[[], bool] | None = None,
 ) -> SchedulerHalf:
     """Make the scheduler half."""
     n_holders = n_ranks // replicas
@@ -102,7 +103,7 @@ def build_scheduler(
         deadline_s=config.load_deadline_s,
         lookup_deadline_s=config.lookup_deadline_s,
         write=write_policy(config),
-        open_probers=(lambda info: open_probers(config, info, n_holders)) if config.redis else None,
+        shared=shared_tiers.shared_options(config, n_holders, namespace_changed),
         adapter_of=adapter_of(),
         audit=AuditOptions(config.audit_rate),
     )
@@ -131,12 +132,6 @@ def adapter_of() -> Callable[[Any], str | None]:
         return None if lora is None else lora_fingerprint(str(lora.lora_path), cache)
 
     return fingerprint
-
-
-def open_probers(config: Config, info: NamespaceInfo, n_holders: int) -> Sequence[Prober]:
-    """Open what asks the shared Redis for other engines' chunks."""
-    tiers = [_open_redis(config, info, holder, 1) for holder in range(n_holders)]
-    return [Prober("redis", tiers, time.monotonic)]
 
 
 def build_worker(
@@ -229,36 +224,6 @@ def open_tiers(
                 keys=keys,
             )
         )
-    if config.redis is not None:
-        tiers.append(_open_redis(config, info, rank, item_bytes, keys))
+    if config.redis is not None and info.shared_digest is not None:
+        tiers.append(shared_tiers.open_redis(config, info, rank, item_bytes, keys))
     return tiers
-
-
-def _open_redis(
-    config: Config,
-    info: NamespaceInfo,
-    rank: int,
-    item_bytes: int,
-    keys: KeyRing | None = None,
-) -> Tier:
-    from ..storage.redis import RedisTier  # noqa: PLC0415 (only where it is used)
-    from ..storage.redis_url import parse_redis_url  # noqa: PLC0415 (only where it is used)
-
-    assert config.redis is not None
-    settings = parse_redis_url(
-        config.redis,
-        prefix=config.redis_prefix,
-        ttl=config.redis_ttl_s,
-        stripe=config.redis_stripe_bytes,
-        connections=config.redis_connections,
-        timeout=config.redis_timeout_s,
-    )
-    return RedisTier(
-        settings,
-        info.digest,
-        rank,
-        codec=config.redis_codec,
-        item_bytes=item_bytes,
-        description=info.description,
-        keys=keys,
-    )

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 from ..storage.errors import ConfigError
 from ..storage.keyring import KeyRing, looks_like_key, read_key_ring
 from ..storage.memory_limit import check_memory
+from ..storage.redis_url import RedisSettings, parse_redis_url
 from .settings import SETTINGS
 from .values import Setting, format_size, redact_url
 
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
 __all__ = ["SETTINGS", "Config", "ConfigError", "load", "redact_url"]
 
 CONFIG_KEY = "config"
+_NOT_OF_THE_SERVER = ("redis_codec", "redis_write")
 DISK_SHARE = 0.8  # of the free space, proposed where no capacity is given
 
 
@@ -59,11 +61,21 @@ class Config:
     audit_rate: float
     audit_tolerance: float | None
     tenant_salt: str | None
-    redis_prefix: str
+    redis_prefix: str | None
+    redis_user: str | None
+    redis_password: str | None
+    redis_db: int | None
     redis_ttl_s: float | None
-    redis_stripe_bytes: int
-    redis_connections: int
-    redis_timeout_s: float
+    redis_stripe_bytes: int | None
+    redis_connections: int | None
+    redis_timeout_s: float | None
+    redis_connect_timeout_s: float | None
+    redis_tls_ca: str | None
+    redis_tls_cert: str | None
+    redis_tls_key: str | None
+    redis_tls_verify: bool | None
+    redis_sentinel_user: str | None
+    redis_sentinel_password: str | None
 
     def per_rank(self, size_bytes: int, n_ranks: int) -> int:
         """Return one rank's part of a size setting."""
@@ -76,6 +88,26 @@ class Config:
             ConfigError: one line, without a word of what was read.
         """
         return read_key_ring(self.encryption_key_file, self.encryption_key_env)
+
+    def redis_settings(self) -> RedisSettings:
+        """Return what URL and `redis_...` settings together say; the latter win.
+
+        Raises:
+            ConfigError: one line without secrets.
+        """
+        assert self.redis is not None
+        start = "redis_"
+        given = {
+            setting.name.removeprefix(start): getattr(self, setting.field)
+            for setting in SETTINGS
+            if setting.name.startswith(start) and setting.name not in _NOT_OF_THE_SERVER
+        }
+        try:
+            return parse_redis_url(self.redis, **given)
+        except ConfigError as err:
+            raise ConfigError(
+                f"kvtier setting 'redis' = {redact_url(self.redis)!r}: {err}"
+            ) from None
 
     def effective(self) -> dict[str, Any]:
         """Return the settings as people write them, secrets redacted; for the log and the CLI."""
@@ -120,6 +152,7 @@ def load(extra: Mapping[str, Any], *, n_ranks: int = 1, check_machine: bool = Tr
     }
     config = Config(**values)
     _check_tiers(config, given, check_machine=check_machine)
+    _check_redis(config, check_machine=check_machine)
     if check_machine:
         _check_disk(config)
         config.key_ring()
@@ -189,6 +222,16 @@ def _check_tiers(config: Config, given: Mapping[str, Any], *, check_machine: boo
             f"kvtier setting 'disk' = {config.disk!r} needs 'disk_capacity'; "
             f"{_propose_capacity(config.disk) if check_machine else 'give a size like 500GiB'}"
         )
+
+
+def _check_redis(config: Config, *, check_machine: bool) -> None:
+    if config.redis is None:
+        return
+    settings = config.redis_settings()
+    for name in ("tls_ca", "tls_cert", "tls_key"):
+        path = getattr(settings, name)
+        if check_machine and path is not None and not os.access(path, os.R_OK):
+            raise ConfigError(f"kvtier setting 'redis_{name}' = {path!r} cannot be read")
 
 
 def _existing_parent(path: str) -> str:

@@ -108,6 +108,7 @@ class KVTierConnector(base.KVConnectorBase_V1, base.SupportsHMA):
             self._n_ranks,
             self._replicas,
             self._n_stages,
+            self._names.changed,
         )
 
     def _turn_off(self, reason: str) -> None:
@@ -361,3 +362,6 @@ class KVTierConnector(base.KVConnectorBase_V1, base.SupportsHMA):
         scheduler = getattr(self, "_scheduler", None)
         if scheduler is not None:
             scheduler.shutdown()
+        names = getattr(self, "_names", None)
+        if names is not None:
+            names.close()

@@ -33,6 +33,7 @@ METRICS: tuple[Metric, ...] = (
     Metric("misses", ("reason",), "Requests whose hit ended early, by reason."),
     Metric("lookups_late", (), "Lookups that went on without a shared tier's answer."),
     Metric("gate_cut_tokens", (), "Tokens not loaded because computing was cheaper."),
+    Metric("shared_round_trips", (), "Round trips to shared tiers for lookups."),
     Metric("loads_failed", (), "Loads that failed; the request computed instead."),
     Metric("load_deadline_missed", (), "Loads that ran past their deadline."),
     Metric("load_bytes", ("tier",), "Bytes loaded."),

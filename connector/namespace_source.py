@@ -1,21 +1,33 @@
-"""The namespace of an engine as its scheduler half knows it, epoch included."""
+"""The namespace of an engine as its scheduler half knows it, epochs included.
+
+Tiers of this engine's own (RAM, a folder) and tiers that engines share keep an
+epoch each, so that a clear of one engine's folder does not part it from the
+others, and a shared tier that does not answer leaves the folder of use.
+"""
 
 from __future__ import annotations
 
 import logging
 import os
+import time
+from collections.abc import Callable
 from typing import Any
 
 from ..storage.errors import TierUnavailable
-from . import engine_api
+from . import engine_api, shared_tiers
 from . import namespace as ns
 from .config import Config
 from .epoch import raise_epoch, read_epoch
 from .geometry import Geometry
+from .namespace import Namespace
 from .plan import NamespaceInfo
+from .shared_epoch import SharedEpoch
 from .weights import WeightsCache
 
 logger = logging.getLogger("kvtier.namespace")
+
+FIRST_EPOCH_WAIT_S = 0.5  # for a shared tier's epoch, before the engine goes on without the tier
+RAISE_WAIT_S = 1.0
 
 
 class NamespaceSource:
@@ -23,12 +35,26 @@ class NamespaceSource:
 
     The constructor reads files (weights fingerprint); `current` does not, but for
     the epoch when the namespace is first made.
+
+    Args:
+        vllm_config: vLLM's `VllmConfig`.
+        kv_cache_config: the scheduler's.
+        geometry: read from the same.
+        config: the settings.
+        clock: monotonic seconds.
     """
 
     def __init__(
-        self, vllm_config: Any, kv_cache_config: Any, geometry: Geometry, config: Config
+        self,
+        vllm_config: Any,
+        kv_cache_config: Any,
+        geometry: Geometry,
+        config: Config,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._vllm = vllm_config
+        self._config = config
+        self._clock = clock
         self._root = config.disk
         cache = WeightsCache(
             os.path.join(config.disk, "weights.json") if config.disk is not None else None
@@ -37,6 +63,9 @@ class NamespaceSource:
             vllm_config, kv_cache_config, geometry, weights_cache=cache, tenant=config.tenant_salt
         )
         self._memory_epoch = 0
+        self._shared: SharedEpoch | None = None
+        self._shared_until_s: float | None = None
+        self._told_shared: int | None = None
         self._warned = False
 
     def set_ranks(self, facts: dict[str, dict[str, Any]]) -> None:
@@ -46,19 +75,40 @@ class NamespaceSource:
     def _epoch_name(self) -> str:
         return ns.digest_of(self._fields).hex()
 
+    # -- the namespace ---------------------------------------------------
+
     def current(self, generation: int) -> NamespaceInfo | None:
-        """Return the namespace, or None while the engine has not set its root hash."""
+        """Return the namespace, or None while the engine has not set its root hash.
+
+        None, too, for a moment at first, while a shared tier is asked for its epoch.
+        """
         epoch = self._memory_epoch
         if self._root is not None:
             epoch += read_epoch(self._root, self._epoch_name())
+        own = self._space(epoch)
+        if own is None or self._shared_is_awaited():
+            return None
+        self._tell(own)
+        shared_epoch = self._told_shared = None if self._shared is None else self._shared.value
+        shared = None if shared_epoch is None else self._space(shared_epoch)
+        return NamespaceInfo(
+            own.digest,
+            generation,
+            own.describe(),
+            None if shared is None else shared.digest,
+            None if shared is None else shared.describe(),
+        )
+
+    def _space(self, epoch: int) -> Namespace | None:
         root = ns.root_fields(self._vllm, epoch)
         if root is None:
             return None
-        algorithm = str(root["hash_algorithm"])
-        space = ns.namespace_of(
-            {**self._fields, **root},
-            root_is_random=engine_api.root_hash_is_random(self._vllm),
+        return ns.namespace_of(
+            {**self._fields, **root}, root_is_random=engine_api.root_hash_is_random(self._vllm)
         )
+
+    def _tell(self, space: Namespace) -> None:
+        algorithm, root_hash = (space.fields[name] for name in ("hash_algorithm", "root_hash"))
         if space.root_is_random and not self._warned:
             self._warned = True
             logger.warning(
@@ -66,22 +116,54 @@ class NamespaceSource:
                 "survive a restart; set PYTHONHASHSEED or use --prefix-caching-hash-algo sha256",
                 algorithm,
             )
-        logger.info("kvtier: namespace %s (root hash %s)", space.digest.hex(), root["root_hash"])
-        return NamespaceInfo(space.digest, generation, space.describe())
+        logger.info("kvtier: namespace %s (root hash %s)", space.digest.hex(), root_hash)
+
+    def changed(self) -> bool:
+        """Whether a shared tier's epoch has become known since `current` told; never blocks."""
+        return self._shared is not None and self._shared.value != self._told_shared
+
+    # -- epochs ----------------------------------------------------------
+
+    def _shared_is_awaited(self) -> bool:
+        """Whether the first answer of a shared tier may still come in time."""
+        shared = self._shared_epoch()
+        if shared is None or shared.value is not None:
+            return False
+        if self._shared_until_s is None:
+            self._shared_until_s = self._clock() + FIRST_EPOCH_WAIT_S
+        return self._clock() < self._shared_until_s
+
+    def _shared_epoch(self) -> SharedEpoch | None:
+        if self._shared is None:
+            self._shared = shared_tiers.open_epoch(self._config, self._epoch_name())
+        return self._shared
 
     def raise_epoch(self) -> bool:
         """Make everything stored so far unreachable; False (and a line) when it is not durable."""
-        if self._root is not None:
+        kept = True
+        if self._root is None:
+            self._memory_epoch += 1
+        else:
             try:
                 raise_epoch(self._root, self._epoch_name())
             except TierUnavailable as err:
                 self._memory_epoch += 1
+                kept = False
                 logger.error(  # noqa: TRY400 - the message says it all
                     "kvtier: cleared for this run only: %s; after a restart old KV could be served "
                     "again, so remove the store's folder before that",
                     err,
                 )
-                return False
-            return True
-        self._memory_epoch += 1
-        return True
+        shared = self._shared_epoch()
+        if shared is not None and not shared.raise_epoch(RAISE_WAIT_S):
+            kept = False
+            logger.error(
+                "kvtier: Redis is not cleared: it does not answer. It is left alone until it is; "
+                "an engine that starts before that could serve old KV from it"
+            )
+        return kept
+
+    def close(self) -> None:
+        """Stop asking shared tiers. Idempotent."""
+        if self._shared is not None:
+            self._shared.close()

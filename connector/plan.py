@@ -14,11 +14,22 @@ from ..storage.jobs import AuditJob, Event, LoadJob, SaveJob
 
 @dataclass(frozen=True, slots=True)
 class NamespaceInfo:
-    """The namespace that records belong to from now on."""
+    """The namespace that records belong to from now on.
 
-    digest: bytes  # 16 bytes
-    generation: int  # raised by each reset of this engine
+    Attributes:
+        digest: 16 bytes; of this engine's own tiers.
+        generation: raised by each reset of this engine.
+        description: what makes the digest, in words.
+        shared_digest: of the tiers that engines share, whose cache epoch is their own;
+            None while that is not known: they are neither read nor written.
+        shared_description: likewise.
+    """
+
+    digest: bytes
+    generation: int
     description: dict[str, object]
+    shared_digest: bytes | None = None
+    shared_description: dict[str, object] | None = None
 
 
 @dataclass(frozen=True, slots=True)

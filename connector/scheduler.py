@@ -101,7 +101,7 @@ class SchedulerHalf:
             lambda: self._generation,
             self.options.audit,
         )
-        self._shared = SharedLookup(geometry, catalog, clock)
+        self._shared = SharedLookup(geometry, catalog, clock, self.counts)
         self.gate = Gate(self.options.load_policy)
         self._bytes_per_token = sum(
             g.padded_block_bytes / g.block_tokens
@@ -389,11 +389,15 @@ class SchedulerHalf:
         return plan
 
     def _open_namespace(self) -> NamespaceInfo | None:
-        if self._namespace is not None:
+        shared = self.options.shared
+        changed = shared.namespace_changed
+        if self._namespace is not None and (changed is None or not changed()):
             return None
         self._namespace = self._namespace_of(self._generation)
-        if self._namespace is not None and self.options.open_probers is not None:
-            self._shared.set_probers(self.options.open_probers(self._namespace))
+        if self._namespace is not None and shared.open_probers is not None:
+            self._shared.set_probers(shared.open_probers(self._namespace))
+            if self._namespace.shared_digest is None:  # those tiers will not be heard of
+                self._incomplete = {p for p in self._incomplete if p[0] not in shared.tiers}
         return self._namespace
 
     def _plan_saves(self, scheduler_output: Any, tracker: Tracker, n_scheduled: int) -> None:
@@ -455,9 +459,16 @@ class SchedulerHalf:
         if outcome.ok:
             return
         self.counts.add("loads_failed")
+        lost: dict[str, list[bytes]] = {}
+        unread: dict[str, list[bytes]] = {}
         for chunk, status in zip(outcome.job.chunks, outcome.statuses, strict=True):
             if status in {ChunkStatus.MISSING, ChunkStatus.DAMAGED}:
                 self.catalog.tier_removed(chunk.source, chunk.key)
+                lost.setdefault(chunk.source, []).append(chunk.key)
+            elif status is not ChunkStatus.OK:
+                unread.setdefault(chunk.source, []).append(chunk.key)
+        for tier, keys in lost.items():
+            self._shared.missed(tier, keys, unread.get(tier, ()))
 
     def _settle_news(self, news: TierNews, report: RankReport) -> None:
         place = (news.tier, report.rank)
@@ -468,6 +479,7 @@ class SchedulerHalf:
             self.catalog.tier_removed(news.tier, key, report.holder)
         for key in news.added:
             self.catalog.tier_added(news.tier, key, report.holder)
+        self._shared.learned(news.tier, news.added)
         if news.complete:
             self._incomplete.discard(place)
         elif news.reset:
@@ -476,9 +488,13 @@ class SchedulerHalf:
             (self._offline.discard if news.online else self._offline.add)(place)
             offline = any(tier == news.tier for tier, _ in self._offline)
             self.catalog.set_offline(news.tier, offline)
+            if not offline:
+                self._shared.doubt(news.tier)
 
     def reset(self) -> None:
         """Forget everything: no byte computed or stored before is served or written after."""
+        if self._namespace is not None and self.options.shared.clear is not None:
+            self.options.shared.clear(self._namespace)
         self.catalog.clear()
         for tracker in self._trackers.values():
             tracker.save.blocked = True

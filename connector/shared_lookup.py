@@ -1,20 +1,38 @@
-"""Questions about shared tiers, and their answers, as the scheduler half sees them.
+"""Questions about shared tiers, and what is known of them, as the scheduler half sees it.
 
-Scheduler thread only; the asking is done by `kvtier.connector.prober`.
+What is known lives in the catalog; here is kept how it got there, so that it
+stays bounded and is corrected: at most `MAX_KNOWN` chunks a tier are believed to
+be there, absence is believed for a moment, a failed load is believed more than
+an answer that was under way. Scheduler thread only; the asking is done by
+`kvtier.connector.prober`.
 """
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from functools import partial
 
 from ..storage.catalog import Catalog
+from ..storage.counts import Counts
 from .geometry import Geometry, GroupKind
 from .prober import Answer, Prober, Question
 from .token_database import ChunkedTokenDatabase
 
 NEGATIVE_TTL_S = 1.0
-MAX_NEGATIVE = 10_000
+DISTRUST_S = 5.0  # longer than an answer can be under way
+MAX_REMEMBERED = 10_000
+MAX_KNOWN = 1 << 17  # chunks of a tier; about 500 bytes each
+FORGET_AT_ONCE = 512  # chunks in one step
+
+
+@dataclass(slots=True)
+class _Open:
+    """A question that a request waits for."""
+
+    number: int
+    left: int  # answers still to come
 
 
 class SharedLookup:
@@ -22,32 +40,54 @@ class SharedLookup:
 
     Args:
         clock: monotonic seconds.
+        counts: where to count.
+        max_known: see `MAX_KNOWN`.
     """
 
-    def __init__(self, geometry: Geometry, catalog: Catalog, clock: Callable[[], float]) -> None:
+    def __init__(
+        self,
+        geometry: Geometry,
+        catalog: Catalog,
+        clock: Callable[[], float],
+        counts: Counts,
+        max_known: int = MAX_KNOWN,
+    ) -> None:
         self._geometry = geometry
         self._catalog = catalog
         self._clock = clock
+        self._counts = counts
+        self._max_known = max_known
         self._database = ChunkedTokenDatabase(geometry)
         self._probers: list[Prober] = []
-        self._open: dict[str, int] = {}  # ticket -> answers still to come
-        self._absent: dict[bytes, float] = {}  # first key of a question -> when to ask again
+        self._number = 0
+        self._open: dict[str, _Open] = {}  # by ticket
+        self._absent: dict[bytes, float] = {}  # mark -> when to ask again
+        self._distrusted: dict[bytes, float] = {}  # key -> until when answers may be old
+        self._known: dict[str, OrderedDict[bytes, None]] = {}  # tier -> keys, oldest first
+        self._doubtful: dict[str, list[bytes]] = {}  # tier -> keys to forget bit by bit
         # Full attention first: its chunks lead the walk.
         self._groups = sorted(geometry.groups, key=lambda g: g.kind is not GroupKind.FULL)
-        self.round_trips = 0
+        self._led = any(g.kind is GroupKind.FULL for g in self._groups)
 
     def set_probers(self, probers: Iterable[Prober]) -> None:
-        """Ask these from now on; those before are closed."""
+        """Ask these from now on; those before are closed, and all that was known is void."""
         old, self._probers = self._probers, list(probers)
-        self._open.clear()
-        self._absent.clear()
+        self._forget_all()
         for prober in old:
             prober.close()
+
+    def _forget_all(self) -> None:
+        for memory in (self._open, self._absent, self._distrusted):
+            memory.clear()
+        self._known = {prober.name: OrderedDict() for prober in self._probers}
+        self._doubtful = {}
 
     @property
     def active(self) -> bool:
         """Whether there is anybody to ask."""
         return bool(self._probers)
+
+    # -- asking ----------------------------------------------------------
 
     def ask(
         self, ticket: str, hashes: Sequence[bytes], covered_tokens: int, limit_tokens: int
@@ -55,20 +95,28 @@ class SharedLookup:
         """Ask for the chain after ``covered_tokens``; True when an answer will come."""
         chunk, unit = self._geometry.chunk_tokens, self._geometry.hash_block_tokens
         first = covered_tokens // chunk
-        limit = min(limit_tokens, len(hashes) * unit)
-        if limit <= covered_tokens:
+        limit = len(hashes) * unit  # a record that ends after the hit serves it, too
+        if min(limit, limit_tokens) <= covered_tokens:
             return False
         mark = hashes[min(limit, (first + 1) * chunk) // unit - 1]
         if self._absent.get(mark, 0.0) > self._clock():
+            return False
+        probers = [
+            prober
+            for prober in self._probers
+            if not prober.silent and not self._catalog.is_offline(prober.name)
+        ]
+        if not probers:
             return False
         hashes = list(hashes)  # the engine may change its own
         ends = range((first + 1) * chunk, limit // chunk * chunk + 1, chunk)
         chunks = [self._keys(hashes, end - chunk, end) for end in ends]
         inside = partial(self._inside, hashes, first, limit)
-        question = Question(ticket, mark, chunks, inside)
-        asked = sum(prober.ask(question) for prober in self._probers)
+        self._number += 1
+        question = Question(self._number, ticket, mark, chunks, inside, self._led)
+        asked = sum(prober.ask(question) for prober in probers)
         if asked:
-            self._open[ticket] = asked
+            self._open[ticket] = _Open(self._number, asked)
         return asked > 0
 
     def _keys(self, hashes: Sequence[bytes], start: int, end: int) -> list[bytes]:
@@ -101,31 +149,91 @@ class SharedLookup:
         return ticket in self._open
 
     def forget(self, ticket: str) -> None:
-        """Nobody waits for this ticket any more."""
+        """Nobody waits for this ticket any more; an answer is still learned from."""
         self._open.pop(ticket, None)
+
+    # -- what is known ---------------------------------------------------
 
     def take(self) -> None:
         """Put the answers that have come into the catalog."""
         for prober in self._probers:
             for answer in prober.take():
                 self._settle(prober.name, answer)
+        if self._doubtful:
+            self._forget_some()
 
     def _settle(self, tier: str, answer: Answer) -> None:
-        self.round_trips += answer.round_trips
-        for key in answer.present:
+        self._counts.add("shared_round_trips", answer.round_trips)
+        now_s = self._clock()
+        believed = [key for key in answer.present if self._distrusted.get(key, 0.0) <= now_s]
+        for key in believed:
             for holder in range(self._catalog.n_holders):
                 self._catalog.tier_added(tier, key, holder)
-        ticket, mark = answer.ticket, answer.mark
-        if not answer.present:
-            if len(self._absent) >= MAX_NEGATIVE:
-                self._absent.clear()
-            self._absent[mark] = self._clock() + NEGATIVE_TTL_S
-        left = self._open.get(ticket, 0) - 1
-        if left > 0:
-            self._open[ticket] = left
-        else:
-            self._open.pop(ticket, None)
+        self.learned(tier, believed)
+        if answer.asked and not answer.present:
+            _remember(self._absent, answer.question.mark, now_s + NEGATIVE_TTL_S)
+        waiting = self._open.get(answer.question.ticket)
+        if waiting is not None and waiting.number == answer.question.number:
+            waiting.left -= 1
+            if waiting.left == 0:
+                del self._open[answer.question.ticket]
+
+    def learned(self, tier: str, keys: Iterable[bytes]) -> None:
+        """Note that the catalog has been told of ``keys`` on ``tier``; the oldest give way."""
+        known = self._known.get(tier)
+        if known is None:
+            return
+        for key in keys:
+            known[key] = None
+            known.move_to_end(key)
+        while len(known) > self._max_known:
+            self._catalog.tier_removed(tier, known.popitem(last=False)[0])
+
+    def missed(self, tier: str, bad: Iterable[bytes], unread: Iterable[bytes]) -> None:
+        """Correct what is believed after a load from ``tier`` that failed.
+
+        Args:
+            tier: any lower tier; nothing happens for one that no prober asks.
+            bad: keys that were missing or damaged.
+            unread: keys after those, which nobody has tried: where one is gone others
+                may be, so they are asked for again instead of failing one by one.
+        """
+        known = self._known.get(tier)
+        if known is None:
+            return
+        for key in unread:
+            known.pop(key, None)
+            self._catalog.tier_removed(tier, key)
+        until_s = self._clock() + DISTRUST_S
+        for key in bad:
+            known.pop(key, None)
+            _remember(self._distrusted, key, until_s)
+
+    def doubt(self, tier: str) -> None:
+        """The tier was away and may have come back empty: forget what is believed of it.
+
+        Bit by bit, with each `take`; a load that comes first finds out for itself.
+        """
+        known = self._known.get(tier)
+        if known:
+            self._doubtful.setdefault(tier, []).extend(known)
+            known.clear()
+
+    def _forget_some(self) -> None:
+        for tier, keys in list(self._doubtful.items()):
+            for key in keys[-FORGET_AT_ONCE:]:
+                if key not in self._known[tier]:
+                    self._catalog.tier_removed(tier, key)
+            del keys[-FORGET_AT_ONCE:]
+            if not keys:
+                del self._doubtful[tier]
 
     def close(self) -> None:
         """Stop asking."""
         self.set_probers(())
+
+
+def _remember(memory: dict[bytes, float], key: bytes, until_s: float) -> None:
+    if len(memory) >= MAX_REMEMBERED:
+        memory.clear()
+    memory[key] = until_s

@@ -14,6 +14,23 @@ from .request_options import RequestOptions, SaltedHashes
 from .save_planner import SaveTracker, WritePolicy
 
 
+@dataclass(frozen=True, slots=True)
+class SharedOptions:
+    """What the scheduler half needs of the tiers that engines share.
+
+    Attributes:
+        tiers: their names.
+        open_probers: makes the probers for a namespace.
+        clear: deletes, in the background, what a namespace keeps on them.
+        namespace_changed: whether the namespace must be asked for again.
+    """
+
+    tiers: tuple[str, ...] = ()
+    open_probers: Callable[[NamespaceInfo], Sequence[Prober]] | None = None
+    clear: Callable[[NamespaceInfo], None] | None = None
+    namespace_changed: Callable[[], bool] | None = None
+
+
 @dataclass(slots=True)
 class SchedulerOptions:
     """What of the configuration concerns this half.
@@ -23,7 +40,7 @@ class SchedulerOptions:
         load_policy: of the gate.
         deadline_s: fixed deadline of every load; None derives it from measured speed.
         lookup_deadline_s: longest wait for a shared tier's answer.
-        open_probers: makes the probers of shared tiers for a namespace.
+        shared: of the tiers that engines share.
         adapter_of: fingerprint of a request's LoRA adapter, or None; raises what
             makes the request unfit for the cache.
         audit: which hits are computed and compared.
@@ -34,7 +51,7 @@ class SchedulerOptions:
     deadline_s: float | None = None
     lookup_deadline_s: float = 0.05
     write: WritePolicy = field(default_factory=WritePolicy)
-    open_probers: Callable[[NamespaceInfo], Sequence[Prober]] | None = None
+    shared: SharedOptions = field(default_factory=SharedOptions)
     adapter_of: Callable[[Any], str | None] | None = None
     audit: AuditOptions = field(default_factory=AuditOptions)
 

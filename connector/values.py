@@ -213,7 +213,9 @@ def _variable(setting: Setting, value: Any) -> str:
 
 def _url(setting: Setting, value: Any) -> str:
     text = _text(setting, value)
-    if text.partition("://")[0] not in ("redis", "rediss", "unix", "valkey", "valkeys"):
+    base, _, kind = text.partition("://")[0].lower().partition("+")
+    kinds = {"redis": ("", "sentinel", "cluster"), "unix": ("",)}
+    if "://" not in text or kind not in kinds.get("redis" if base == "rediss" else base, ()):
         raise setting.wrong(value, 'give a URL like "redis://host:6379/0"')
     return text
 

@@ -1,0 +1,90 @@
+"""The cache epoch kept on a shared tier, as the scheduler half sees it.
+
+A thread asks and raises; the engine's thread only looks, but for a bounded wait
+in `raise_epoch`. Until the tier has answered the epoch is not known, and what
+lies there is neither read nor written: after a clear that did not reach the
+tier, that is how long it is left alone.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable
+from functools import partial
+
+from ..storage.errors import KVTierError
+
+logger = logging.getLogger("kvtier.namespace")
+
+MIN_BACKOFF_S = 1.0
+MAX_BACKOFF_S = 30.0
+
+
+class SharedEpoch:
+    """One number on one tier.
+
+    Args:
+        read: returns it; blocks, raises `KVTierError`.
+        raise_it: raises it and returns the new one; likewise.
+    """
+
+    def __init__(self, read: Callable[[], int], raise_it: Callable[[], int]) -> None:
+        self._read = read
+        self._raise = raise_it
+        self._cond = threading.Condition()
+        self._value: int | None = None
+        self._clears = 0  # asked for so far
+        self._raised = 0  # of these, those that reached the tier
+        self._closed = False
+        threading.Thread(target=self._run, name="kvtier-epoch", daemon=True).start()
+
+    @property
+    def value(self) -> int | None:
+        """The epoch; None while it is not known. Never blocks."""
+        return self._value
+
+    def raise_epoch(self, wait_s: float) -> bool:
+        """Have it raised; True when it was, within ``wait_s``. Else it is tried again and again."""
+        with self._cond:
+            self._clears += 1
+            wanted = self._clears
+            self._value = None
+            self._cond.notify_all()
+            return self._cond.wait_for(lambda: self._raised >= wanted, wait_s)
+
+    def _run(self) -> None:
+        backoff_s = MIN_BACKOFF_S
+        while True:
+            with self._cond:
+                self._cond.wait_for(lambda: self._closed or self._value is None)
+                if self._closed:
+                    return
+                clears, owed = self._clears, self._clears > self._raised
+            try:
+                value = self._raise() if owed else self._read()
+            except KVTierError as err:
+                logger.debug("kvtier: the shared epoch is not known: %s", err)
+            except Exception:
+                logger.exception("kvtier: asking for the shared epoch failed unexpectedly")
+            else:
+                backoff_s = MIN_BACKOFF_S
+                with self._cond:
+                    self._raised = clears
+                    if clears == self._clears:
+                        self._value = value
+                    self._cond.notify_all()
+                continue
+            with self._cond:
+                # a new clear is tried at once: somebody waits for it
+                self._cond.wait_for(partial(self._stirred, clears), backoff_s)
+            backoff_s = min(2 * backoff_s, MAX_BACKOFF_S)
+
+    def _stirred(self, clears: int) -> bool:
+        return self._closed or self._clears > clears
+
+    def close(self) -> None:
+        """Stop the thread; does not wait for a call under way."""
+        with self._cond:
+            self._closed = True
+            self._cond.notify_all()
