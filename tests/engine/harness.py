@@ -87,11 +87,13 @@ class Engine:
 
         self._vllm = vllm
         if kvtier is not None:
+            # On these models computing can beat loading, which is not what is tested here.
+            kvtier = {"load_policy": "always", **kvtier}
             more["kv_transfer_config"] = KVTransferConfig(
                 kv_connector="KVTierConnector",
                 kv_connector_module_path="kvtier.connector",
                 kv_role="kv_both",
-                kv_connector_extra_config=dict(kvtier),
+                kv_connector_extra_config=kvtier,
             )
         if block_tokens is not None:
             more["block_size"] = block_tokens
