@@ -13,7 +13,7 @@ import difflib
 import os
 import shutil
 import sys
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, field, fields
 from typing import TYPE_CHECKING, Any
 
 from ..storage.errors import ConfigError
@@ -40,7 +40,7 @@ class Config:
     ram_bytes: int
     disk: str | None
     disk_capacity_bytes: int | None
-    redis: str | None
+    redis: str | None = field(repr=False)
     size_scope: str
     chunk_tokens: int | None
     disk_codec: str
@@ -60,10 +60,10 @@ class Config:
     promote: bool
     audit_rate: float
     audit_tolerance: float | None
-    tenant_salt: str | None
+    tenant_salt: str | None = field(repr=False)
     redis_prefix: str | None
     redis_user: str | None
-    redis_password: str | None
+    redis_password: str | None = field(repr=False)
     redis_db: int | None
     redis_ttl_s: float | None
     redis_stripe_bytes: int | None
@@ -75,7 +75,7 @@ class Config:
     redis_tls_key: str | None
     redis_tls_verify: bool | None
     redis_sentinel_user: str | None
-    redis_sentinel_password: str | None
+    redis_sentinel_password: str | None = field(repr=False)
 
     def per_rank(self, size_bytes: int, n_ranks: int) -> int:
         """Return one rank's part of a size setting."""

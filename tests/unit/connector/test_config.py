@@ -11,6 +11,7 @@ import pytest
 from kvtier.connector import config, settings
 from kvtier.connector.values import format_size, parse_size, redact_url
 from kvtier.storage.errors import ConfigError
+from kvtier.storage.redis_url import OPTION_NAMES
 
 GIB = 1 << 30
 REPO = Path(__file__).parents[3]
@@ -279,3 +280,59 @@ def test_effective_settings_can_be_read_again() -> None:
 def test_the_documentation_is_made_from_the_table() -> None:
     """The table in the documentation lists every setting as the code has it."""
     assert settings.markdown_table() in (REPO / "docs" / "configuration.md").read_text()
+
+
+def test_redis_settings_and_url_options_are_one() -> None:
+    """What is a setting may stand in the URL; the setting wins; what nobody says has a default."""
+    url = "redis+sentinel://u:p%40w@h1:1,h2:2/main/3?ttl=12h&timeout=5&prefix=q"
+    got = load(
+        redis=url, redis_prefix="k", redis_password="s3", redis_stripe="1MiB"
+    ).redis_settings()
+    assert (got.user, got.password, got.db, got.master) == ("u", "s3", 3, "main")
+    assert (got.prefix, got.ttl_s, got.timeout_s) == ("k", 12 * 3600.0, 5.0)
+    assert (got.stripe_bytes, got.connections) == (1 << 20, 4)
+    assert load(redis="redis://h", redis_ttl=0).redis_settings().ttl_s is None
+
+
+def test_every_redis_option_is_a_setting() -> None:
+    """Settings and URL know the same options, but for TLS itself, which is the URL's scheme."""
+    names = {s.name.removeprefix("redis_") for s in settings.SETTINGS if "redis_" in s.name}
+    assert names - {"codec", "write"} == set(OPTION_NAMES) - {"tls", "username"}
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"redis": "http://h"},
+        {"redis": "unix+cluster:///x"},
+        {"redis": "redis+sentinel://h:1"},
+        {"redis": "redis+cluster://h", "redis_db": 1},
+        {"redis": "redis://h", "redis_tls_ca": "/ca"},
+        {"redis": "redis://h?tls_ca=/ca"},
+        {"redis": "redis://h?oops=1"},
+        {"redis": "redis://h", "redis_prefix": "a{b}"},
+        {"redis": "redis://h", "redis_connections": 65},
+        {"redis": "rediss://h", "redis_tls_key": "/key"},
+    ],
+)
+def test_a_redis_that_cannot_be_is_refused_at_the_start(given: dict[str, Any]) -> None:
+    """Not at the first step: one line that names the setting, without the password."""
+    url = given["redis"].replace("://", "://u:hunter2@")
+    text = refusal(ram="1GiB", **{**given, "redis": url})
+    assert "redis" in text
+    assert "hunter2" not in text
+
+
+def test_certificates_are_looked_for_at_the_start() -> None:
+    """A file for TLS that cannot be read stops the start."""
+    with pytest.raises(ConfigError, match=r"'redis_tls_ca' = '/gone\.pem'"):
+        config.load({"ram": "64MiB", "redis": "rediss://h", "redis_tls_ca": "/gone.pem"})
+
+
+def test_no_redis_secret_in_any_output() -> None:
+    """Passwords given as settings are hidden like those in the URL."""
+    got = load(
+        redis="redis+sentinel://h/m", redis_password="hunter2", redis_sentinel_password="hunter2"
+    )
+    assert "hunter2" not in str(got.effective()) + repr(got) + repr(got.redis_settings())
+    assert "hunter2" not in refusal(redis="redis://h", redis_password="hunter2", redis_db=-1)
