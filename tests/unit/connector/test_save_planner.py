@@ -182,7 +182,7 @@ def test_a_session_that_rewrites_its_end():
     """Tokens that a streaming session replaced are saved anew, however its length moved."""
     half = Half()
     request = request_of("a", 128)
-    (row,) = started(half, request, 256)
+    started(half, request, 256)
     half.save_ends(half.plan(a=128).saves[0])
     request.num_computed_tokens = 127
     other = request_of("a", 192, seed=9).block_hashes
@@ -199,7 +199,7 @@ def test_a_session_that_rewrites_its_end():
 
 
 def test_no_page_waits_and_then_drops():
-    """What finds no RAM page waits for a later step; at the request's end it is dropped, counted."""
+    """What finds no RAM page waits for a later step; at the request's end it is dropped."""
     half = Half(pages=4)
     request = request_of("a", 128)
     started(half, request)

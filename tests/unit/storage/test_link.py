@@ -198,7 +198,7 @@ def test_only_one_save_probes(link, tier, counts, clock):
 
 
 def test_an_outage_ends_by_a_probe(link, tier, counts, clock, caplog):
-    """An open breaker fails loads at once; a probe on a lane brings the tier back; one line each."""
+    """An open breaker fails loads at once; a probe brings the tier back; one line each."""
     tier.records[SPEC.key] = bytes(PAGE)
     tier.errors["get"] = tier.errors["contains_many"] = TierUnavailable("dead")
     with caplog.at_level(logging.WARNING, "kvtier.tier"):
