@@ -1,8 +1,9 @@
-"""Verbs over a disk store: ``ls``, ``stat``, ``show``, ``verify``."""
+"""Verbs that look into a store: ``ls``, ``stat``, ``du``, ``show``, ``verify``."""
 
 from __future__ import annotations
 
 import json
+import secrets
 import sys
 import time
 from typing import TYPE_CHECKING, Annotated, Any, Optional
@@ -13,9 +14,12 @@ from .exit_codes import EXIT_CODES_HELP, ExitCode
 from .reporting import age, finish, note, print_json, reported, size, table
 
 if TYPE_CHECKING:
-    from .store import Verification
+    from .store_base import Record, Store
+    from .store_verify import Verification
 
-Store = Annotated[str, typer.Argument(metavar="STORE", help="Folder of a disk tier.")]
+StoreName = Annotated[
+    str, typer.Argument(metavar="STORE", help="Folder of a disk tier, or URL of a Redis server.")
+]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
 Namespace = Annotated[
     Optional[str],  # noqa: UP045 (typer reads annotations at run time, on Python 3.10 too)
@@ -26,185 +30,242 @@ PROGRESS_EVERY_S = 0.5
 
 def add_store_verbs(app: typer.Typer) -> None:
     """Add the verbs to the command."""
-    for verb in (ls, stat, show, verify):
+    from .store_change_commands import copy, prune, rm
+
+    for verb in (ls, stat, du, show, verify, prune, rm, copy):
         app.command(epilog=EXIT_CODES_HELP)(verb)
 
 
 @reported
-def ls(store: Store, namespace: Namespace = None, as_json: Json = False) -> None:
+def ls(
+    store: StoreName,
+    namespace: Namespace = None,
+    prefix: Annotated[str, typer.Option(help="Only keys that begin so.")] = "",
+    as_json: Json = False,
+) -> None:
     """List the records of a store as they are found."""
-    from . import store as stores
+    from .store import open_store
 
-    root = stores.open_store(store)
-    rows = stores.listing(root, stores.pick_namespace(root, namespace))
-    if as_json:
-        print(f'{{"store": {json.dumps(root)}, "records": [', end="")
-        for number, row in enumerate(rows):
-            print(",\n" if number else "\n", json.dumps(row), sep="", end="")
-        print("\n]}")
-        return
-    print(f"{'namespace':<10}{'rank':>5}{'size':>12}{'last use':>10}  key")
-    now_s = time.time()
-    for row in rows:
-        print(
-            f"{row['namespace'][:8]:<10}{row['rank']:>5}{size(row['stored_bytes']):>12}"
-            f"{age(row['used_at_s'], now_s):>10}  {row['key']}"
-        )
+    with open_store(store) as opened:
+        rows = opened.records(opened.pick(namespace), prefix)
+        if as_json:
+            print(f'{{"store": {json.dumps(opened.name)}, "records": [', end="")
+            for number, record in enumerate(rows):
+                row = json.dumps(_row(record))
+                print(",\n" if number else "\n", row, sep="", end="", flush=not number % 512)
+            print("\n]}")
+            return
+        print(f"{'namespace':<10}{'rank':>5}{'size':>12}{'last use':>10}  key", flush=True)
+        now_s = time.time()
+        for number, record in enumerate(rows):
+            print(
+                f"{record.namespace.hex()[:8]:<10}{record.rank:>5}{size(record.stored_bytes):>12}"
+                f"{age(record.used_at_s, now_s):>10}  {record.name}",
+                flush=not number % 512,
+            )
+
+
+def _row(record: Record) -> dict[str, Any]:
+    return {
+        "namespace": record.namespace.hex(),
+        "rank": record.rank,
+        "key": record.name,
+        "group": record.key[-1],
+        "stored_bytes": record.stored_bytes,
+        "used_at_s": record.used_at_s,
+    }
 
 
 @reported
-def stat(store: Store, as_json: Json = False) -> None:
+def stat(
+    store: StoreName,
+    namespace: Namespace = None,
+    fields: Annotated[
+        bool, typer.Option("--fields", help="Show every field of each namespace.")
+    ] = False,
+    as_json: Json = False,
+) -> None:
     """Sum up a store by namespace: which model, how many records, how large, how old."""
-    from . import store as stores
+    from .store import open_store
+    from .store_summary import summarise
+    from .store_view import print_summary
 
-    summary = stores.summarise(stores.open_store(store))
+    with open_store(store) as opened:
+        summary = summarise(opened, opened.pick(namespace))
     if as_json:
         print_json(summary)
-        return
-    print(
-        f"{summary['store']}: {summary['records']:,} records, {size(summary['stored_bytes'])}, "
-        f"{size(summary['free_bytes'])} free on its disk"
-    )
-    for part in ("quarantine", "unfinished"):
-        if summary[part]["files"]:
-            print(f"{part}: {summary[part]['files']} files, {size(summary[part]['bytes'])}")
-    for namespace in summary["namespaces"]:
-        print()
-        table(("namespace", namespace["namespace"]), _namespace_rows(namespace))
+    else:
+        print_summary(summary, fields=fields)
 
 
-def _namespace_rows(namespace: dict[str, Any]) -> list[tuple[str, str]]:
-    rows = [
-        ("records", f"{namespace['records']:,}"),
-        ("size", size(namespace["stored_bytes"])),
-        ("ranks", ", ".join(map(str, namespace["ranks"])) or "-"),
+@reported
+def du(store: StoreName, as_json: Json = False) -> None:
+    """Say how many bytes each namespace and rank takes."""
+    from .store import open_store
+
+    totals: dict[tuple[str, int], list[int]] = {}
+    with open_store(store) as opened:
+        seen = set()
+        for record in opened.records():
+            if opened.kind != "disk":  # a walk over a server may meet a name twice
+                mark = hash(record.order)
+                if mark in seen:
+                    continue
+                seen.add(mark)
+            total = totals.setdefault((record.namespace.hex(), record.rank), [0, 0])
+            total[0] += 1
+            total[1] += record.stored_bytes
+        quarantined = opened.quarantined()[1]
+    rows: list[dict[str, Any]] = [
+        {"namespace": name, "rank": rank, "records": n, "stored_bytes": n_bytes}
+        for (name, rank), (n, n_bytes) in sorted(totals.items())
     ]
-    if namespace["newest_use_s"] is not None:
-        newest, oldest = namespace["newest_use_s"], namespace["oldest_use_s"]
-        rows.append(("last use", f"{age(newest)} ago, the oldest {age(oldest)} ago"))
-    for name, what in (("group", "records_by_group"), ("used within", "records_by_last_use")):
-        counts = ", ".join(f"{key}: {n:,}" for key, n in namespace[what].items())
-        rows.append((name, counts or "-"))
-    if namespace["problem"]:
-        rows.append(("no description", namespace["problem"]))
-    return rows + list(_flat(namespace["description"] or {}))
-
-
-def _flat(values: dict[str, Any], prefix: str = "") -> list[tuple[str, str]]:
-    rows: list[tuple[str, str]] = []
-    for name, value in values.items():
-        if isinstance(value, dict):
-            rows += _flat(value, f"{prefix}{name}.")
-        else:
-            text = value if isinstance(value, str) else json.dumps(value)
-            rows.append((prefix + name, text if len(text) <= 100 else text[:97] + "..."))
-    return rows
+    stored_bytes = sum(n_bytes for _, n_bytes in totals.values())
+    if as_json:
+        print_json(
+            {
+                "store": opened.name,
+                "kind": opened.kind,
+                "stored_bytes": stored_bytes,
+                "quarantine_bytes": quarantined,
+                "parts": rows,
+            }
+        )
+        return
+    table(
+        ("size", "records", "rank", "namespace"),
+        [
+            *((size(r["stored_bytes"]), r["records"], r["rank"], r["namespace"]) for r in rows),
+            *([(size(quarantined), None, None, "quarantine")] if quarantined else []),
+            (size(stored_bytes + quarantined), sum(n for n, _ in totals.values()), None, "total"),
+        ],
+    )
 
 
 @reported
 def show(
-    store: Store,
+    store: StoreName,
     key: Annotated[str, typer.Argument(help="A key, or the beginning of one.")],
+    namespace: Namespace = None,
+    neighbours: Annotated[
+        bool, typer.Option(help="Look for the chunks before and after it; reads many headers.")
+    ] = True,
     as_json: Json = False,
 ) -> None:
-    """Show one record of every rank that has it: header, and whether all of it checks."""
-    from ..storage.disk_verify import verify_file
-    from . import store as stores
+    """Show one record of every rank that has it: header, whether all of it checks, neighbours."""
+    from .store import open_store
+    from .store_show import describe, neighbours_of
+    from .store_view import print_records
 
-    root = stores.open_store(store)
-    found = [_record(file, verify_file(file.path, file)) for file in stores.find_records(root, key)]
+    with open_store(store) as opened:
+        found = opened.find(key, opened.pick(namespace))
+        shown = []
+        for record in found:
+            shown.append(describe(opened, record))
+            if neighbours:
+                shown[-1]["neighbours"] = neighbours_of(opened, record, shown[-1])
     if as_json:
-        print_json({"store": root, "records": found})
-    for number, record in enumerate(() if as_json else found):
-        if number:
-            print()
-        table(("field", "value"), [(name, str(value)) for name, value in record.items()])
-    finish(ExitCode.OK if all(record["ok"] for record in found) else ExitCode.FINDINGS)
-
-
-def _record(file: Any, checked: Any) -> dict[str, Any]:
-    from ..storage.key import key_name
-
-    header = checked.header
-    record = {
-        "key": key_name(file.key),
-        "namespace": file.namespace.hex(),
-        "rank": file.rank,
-        "group": file.key[-1],
-        "ok": checked.ok,
-        "check": checked.detail,
-        "path": file.path,
-        "stored_bytes": file.file_bytes,
-        "used_at_s": file.used_at_s,
-    }
-    if header is not None:
-        record |= {
-            "start_tokens": header.start_tokens,
-            "end_tokens": header.end_tokens,
-            "codec": header.codec.name.lower(),
-            "raw_bytes": header.raw_bytes,
-            "payload_bytes": header.stored_bytes,
-            "payload_checksum": header.payload_checksum.hex(),
-            "created_at_s": header.created_us / 1e6,
-        }
-    return record
+        print_json({"store": opened.name, "kind": opened.kind, "records": shown})
+    else:
+        print_records(shown)
+    finish(ExitCode.OK if all(record["ok"] for record in shown) else ExitCode.FINDINGS)
 
 
 @reported
 def verify(
-    store: Store,
-    fix: Annotated[bool, typer.Option("--fix", help="Move damaged records to quarantine.")] = False,
+    store: StoreName,
+    fix: Annotated[
+        bool,
+        typer.Option("--fix", help="Quarantine damaged records, remove what belongs to none."),
+    ] = False,
     max_seconds: Annotated[
         Optional[float],  # noqa: UP045
         typer.Option(help="Stop after so long, with a partial result.", min=0.0),
     ] = None,
+    sample: Annotated[
+        Optional[str],  # noqa: UP045
+        typer.Option(metavar="N|P%", help="Check only so many records, or such a share."),
+    ] = None,
+    resume: Annotated[
+        bool, typer.Option("--resume", help="Go on where the last run of this store ended.")
+    ] = False,
     namespace: Namespace = None,
     as_json: Json = False,
 ) -> None:
     """Read every record and check all of it: header, identity, lengths, checksum."""
-    from . import store as stores
+    from . import store_verify as checks
+    from .store import open_store
+    from .store_view import print_verification
 
-    root = stores.open_store(store)
-    result = stores.Verification()
+    result = checks.Verification(sampled=sample is not None)
     stop_at_s = None if max_seconds is None else time.monotonic() + max_seconds
-    chosen = stores.pick_namespace(root, namespace)
-    interrupted = False
-    try:
-        stores.verify(root, chosen, _Progress(), result, stop_at_s)
-    except KeyboardInterrupt:
-        interrupted = True
-    if fix and result.damaged and not interrupted:
-        stores.repair(root, result)
-    if as_json:
-        print_json(result.as_dict(root))
-    else:
-        _print_verification(root, result)
+    with open_store(store) as opened:
+        chosen = opened.pick(namespace)
+        interrupted = _check(opened, chosen, result, stop_at_s, sample, resume=resume)
+        if fix and not interrupted:
+            checks.repair(opened, result)
+        if as_json:
+            print_json(result.as_dict(opened))
+        else:
+            print_verification(opened, result)
     if interrupted:
         finish(ExitCode.INTERRUPTED)
-    if len(result.damaged) > result.quarantined:
+    if result.n_damaged > result.quarantined:
         finish(ExitCode.FINDINGS)
 
 
-def _print_verification(root: str, result: Verification) -> None:
-    for file, checked in result.damaged:
-        print(f"damaged  {file.path}  {checked.detail}")
-    print(
-        f"{result.records:,} records checked, {size(result.bytes_read)} read, "
-        f"{len(result.damaged)} damaged, {result.quarantined} moved to quarantine"
-        f"{'' if result.complete else '; not all of the store'}"
-    )
-    if len(result.damaged) > result.quarantined:
-        print(f"to move them out of the way: kvtier verify --fix {root}")
+def _check(
+    opened: Store,
+    chosen: bytes | None,
+    result: Verification,
+    stop_at_s: float | None,
+    sample: str | None,
+    *,
+    resume: bool,
+) -> bool:
+    """Fill ``result``; return whether Ctrl-C ended it. How far it came is kept for --resume."""
+    from . import store_verify as checks
+
+    result.stale = checks.stale_spaces(opened, opened.described())
+    state = checks.SavedState(opened.name, chosen.hex() if chosen else None)
+    if resume and sample is None and not state.load(result):
+        note("nothing to go on from: starting at the beginning")
+    progress = Progress()
+
+    def after_each(found: Verification) -> None:
+        if sample is None:
+            state.save(found)
+        progress(f"{found.records:,} records, {size(found.bytes_read)} checked")
+
+    def late() -> bool:
+        return stop_at_s is not None and time.monotonic() >= stop_at_s
+
+    interrupted = False
+    try:
+        records = opened.ordered(chosen)
+        if sample is not None:
+            records = checks.sampled(records, sample, secrets.randbits(32))
+        checks.verify(opened, records, result, after_each, late)
+        if result.complete:
+            result.orphaned = opened.loose()
+    except KeyboardInterrupt:
+        interrupted = True
+    if sample is None and result.complete:
+        state.forget()
+    elif sample is None:
+        state.save(result, now=True)
+    return interrupted
 
 
-class _Progress:
+class Progress:
     """A line on a terminal, now and then."""
 
     def __init__(self) -> None:
         self._shown_at_s = time.monotonic()
 
-    def __call__(self, result: Verification) -> None:
+    def __call__(self, text: str) -> None:
+        """Show it, when the last is long enough ago."""
         now_s = time.monotonic()
         if sys.stderr.isatty() and now_s - self._shown_at_s > PROGRESS_EVERY_S:
             self._shown_at_s = now_s
-            note(f"{result.records:,} records, {size(result.bytes_read)}")
+            note(text)

@@ -1,0 +1,215 @@
+"""The verbs that change a store: prune, rm, copy; on a folder and on a real server."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+
+import pytest
+
+from kvtier.storage.key import key_name
+from kvtier.tools.redis_server import RedisServer
+
+from .stores import NAMESPACES, RAW_BYTES, Folder, Server, golden, key, kvtier, put, words
+
+
+@pytest.fixture(scope="module")
+def server():
+    with RedisServer() as started:
+        yield started
+
+
+@pytest.fixture(params=["disk", "redis"])
+def store(request, tmp_path):
+    """Two namespaces, two ranks: 3 + 3 + 2 records."""
+    if request.param == "disk":
+        (tmp_path / "store").mkdir()
+        made = Folder(tmp_path / "store")
+    else:
+        started = request.getfixturevalue("server")
+        with started.client() as client:
+            client.flushall()
+            client.set("mine", "x")
+        made = Server(started)
+    put(made.tier(), range(3))
+    put(made.tier(rank=1), range(3))
+    put(made.tier(NAMESPACES[1], description=words("other")), range(5, 7))
+    return made
+
+
+def names(store):
+    return sorted(store.content())
+
+
+def test_nothing_is_deleted_without_being_asked(store):
+    """No condition, no answer, or --dry-run: all is there afterwards."""
+    before = store.content()
+    for code, arguments in (
+        (2, ["prune", store.target]),
+        (2, ["prune", store.target, "--unused", "0s"]),
+        (0, ["prune", store.target, "--unused", "0s", "--dry-run"]),
+        (2, ["rm", store.target]),
+        (2, ["rm", store.target, "--all"]),
+        (2, ["rm", store.target, "--namespace", "61"]),
+        (0, ["rm", store.target, "--all", "--dry-run"]),
+        (0, ["rm", store.target, key_name(key(1)), "--dry-run"]),
+        (2, ["rm", store.target, "--all", key_name(key(1)), "--yes"]),
+        (2, ["prune", store.target, "--unused", "soon", "--yes"]),
+        (2, ["prune", store.target, "--to-size", "much", "--yes"]),
+    ):
+        found, _, err = kvtier(*arguments, input="")
+        assert found == code, (arguments, err)
+        assert store.content() == before
+
+
+def test_prune_by_namespace_and_prefix(store):
+    """Every condition must hold."""
+    code, out, _ = kvtier(
+        *("prune", store.target, "--namespace", "61", "--prefix", key_name(key(1))[:6]),
+        *("--yes", "--json"),
+    )
+    data = json.loads(out)
+    golden("prune", data)
+    assert code == 0
+    assert (data["deleted"], data["records"], data["dry_run"]) == (2, 2, False)
+    left = names(store)
+    assert len(left) == 6
+    assert not any(name == key_name(key(1)) for _, _, name in left)
+
+
+def test_prune_to_a_size_takes_what_was_used_least(tmp_path):
+    """The oldest go, no more than is needed, and with --unused only those old enough."""
+    store = Folder(tmp_path)
+    put(store.tier(), range(4))
+    now_s = time.time()
+    paths = {}
+    for number in range(4):
+        name = key_name(key(number))
+        (path,) = tmp_path.rglob(f"{name}.kvt")
+        paths[number] = path
+        age_s = (4 - number) * 3600
+        os.utime(path, (now_s - age_s, now_s - age_s))
+    each = 4096 + RAW_BYTES
+    code, out, _ = kvtier("prune", store.target, "--to-size", 3 * each, "--yes", "--json")
+    assert (code, json.loads(out)["deleted"]) == (0, 1)
+    assert [n for n, path in paths.items() if path.exists()] == [1, 2, 3]
+    kvtier("prune", store.target, "--unused", "150m", "--yes")
+    assert [n for n, path in paths.items() if path.exists()] == [2, 3]
+    kvtier("prune", store.target, "--unused", "1d", "--yes")
+    assert [n for n, path in paths.items() if path.exists()] == [2, 3]
+
+
+def test_an_engine_hears_of_what_a_command_deletes(tmp_path):
+    """A tier that is open meanwhile finds the record gone, and its counter stays right."""
+    store = Folder(tmp_path)
+    put(store.tier(), range(3))
+    engine = store.tier(poll_s=0.02)
+    assert engine.wait_complete(10)
+    engine.changes()
+    assert kvtier("rm", store.target, key_name(key(1)))[0] == 0
+    end_s = time.monotonic() + 10
+    removed = ()
+    while not removed and time.monotonic() < end_s:
+        time.sleep(0.02)
+        removed = engine.changes().removed
+    assert removed == (key(1),)
+    assert engine._usage.used_bytes() == 2 * (4096 + RAW_BYTES)
+    engine.close()
+
+
+def test_rm_takes_a_key_a_namespace_or_all(store):
+    """Just what is named; of an emptied namespace nothing is left; foreign keys stay."""
+    code, out, _ = kvtier("rm", store.target, key_name(key(2))[:10], "--json")
+    data = json.loads(out)
+    golden("rm", data)
+    assert (code, data["deleted"]) == (0, 2)
+    assert len(names(store)) == 6
+    assert kvtier("rm", store.target, "--namespace", "62", "--yes")[0] == 0
+    assert {name[0] for name in names(store)} == {NAMESPACES[0].hex()}
+    spaces = json.loads(kvtier("stat", store.target, "--json")[1])["namespaces"]
+    assert [space["namespace"] for space in spaces] == [NAMESPACES[0].hex()]
+    assert kvtier("rm", store.target, "--all", "--yes")[0] == 0
+    assert names(store) == []
+    if store.kind == "redis":
+        with store.server.client() as client:
+            assert client.keys() == [b"mine"]
+
+
+def test_rm_of_what_is_not_there_is_an_error(store):
+    """1, and all is there afterwards."""
+    assert kvtier("rm", store.target, "f" * 20)[0] == 1
+    assert len(names(store)) == 8
+
+
+@pytest.mark.parametrize("to", ["disk", "redis"])
+def test_copy_moves_records_between_any_two_stores(store, to, tmp_path):
+    """Every record with every byte; twice changes nothing; both stores verify."""
+    other = RedisServer() if to == "redis" else None
+    try:
+        target = Server(other) if other else Folder(tmp_path / "new")
+        code, out, _ = kvtier("copy", store.target, target.target, "--dry-run", "--json")
+        assert (code, json.loads(out)["copied"]) == (0, 0)
+        code, out, err = kvtier("copy", store.target, target.target, "--json")
+        data = json.loads(out)
+        assert code == 0, err
+        golden("copy", data)
+        assert (data["copied"], data["there"], data["complete"]) == (8, 0, True)
+        assert len(names(target)) == 8
+        code, out, _ = kvtier("copy", store.target, target.target, "--json")
+        assert (json.loads(out)["copied"], json.loads(out)["there"]) == (0, 8)
+        assert kvtier("verify", target.target)[0] == 0
+        spaces = json.loads(kvtier("stat", target.target, "--json")[1])["namespaces"]
+        assert [space["words"]["model"] for space in spaces] == ["tiny", "other"]
+        tier = target.tier()
+        read = bytearray(RAW_BYTES)
+        from kvtier.storage.tier import RecordSpec
+
+        tier.get(RecordSpec(key(2), 512, 768, RAW_BYTES), [memoryview(read)])
+        tier.close()
+        assert int.from_bytes(read[:8], "little") == 2
+    finally:
+        if other:
+            other.close()
+
+
+def test_copy_keeps_last_use_compression_and_seal(tmp_path):
+    """A record goes as it is stored: the same codec, the same seal without the key, its age."""
+    from kvtier.storage.keyring import Key, KeyRing
+
+    secret = KeyRing((Key(bytes(range(32))),))
+    old, new = Folder(tmp_path / "old"), Folder(tmp_path / "new")
+    put(old.tier(codec="zstd"), range(2), compressible=True)
+    put(old.tier(NAMESPACES[1], keys=secret), range(2, 4))
+    old_s = time.time() - 86400
+    for path in (tmp_path / "old").rglob("*.kvt"):
+        os.utime(path, (old_s, old_s))
+    assert kvtier("copy", old.target, new.target)[0] == 0
+    assert new.content() == old.content()
+    for path in (tmp_path / "new").rglob("*.kvt"):
+        assert abs(path.stat().st_mtime - old_s) < 0.01
+
+
+def test_copy_leaves_damaged_records_behind(store, tmp_path):
+    """They are named, the rest is copied, and the exit code says that something was found."""
+    store.damage(1, rank=1)
+    code, out, _ = kvtier("copy", store.target, tmp_path / "new", "--json")
+    data = json.loads(out)
+    assert code == 3
+    assert (data["copied"], data["damaged_records"]) == (7, 1)
+    assert data["damaged"][0]["key"] == key_name(key(1))
+    assert len(names(Folder(tmp_path / "new"))) == 7
+
+
+def test_copy_onto_itself_is_wrong_use(store):
+    """2, and nothing happens."""
+    assert kvtier("copy", store.target, store.target)[0] == 2
+    assert len(names(store)) == 8
+
+
+def test_a_server_without_room_stops_a_copy(store):
+    """What was copied stays; one line says that the target takes no more."""
+    with RedisServer("--maxmemory", "1mb", "--maxmemory-policy", "noeviction") as full:
+        code, _, err = kvtier("copy", store.target, full.url)
+        assert code == 1
+        assert len(err.splitlines()) == 1

@@ -1,0 +1,239 @@
+"""What a Redis server keeps under one prefix, as commands see it."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from typing import TYPE_CHECKING, Any
+
+from ..storage.errors import (
+    ConfigError,
+    DamageReason,
+    RecordDamaged,
+    RecordMissing,
+    TierError,
+    TierUnavailable,
+)
+from ..storage.redis_layout import HEAD_BYTES, Names
+from ..storage.redis_store import RedisStore, Shard
+from ..storage.redis_url import parse_redis_url
+from .exit_codes import ExitCode
+from .reporting import CommandError
+from .store_base import Capacity, Loose, Record, Space, Store, Writer
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping
+
+    from ..storage.disk_verify import VerifyResult
+    from ..storage.record import Header
+    from ..storage.redis import RedisTier
+    from ..storage.redis_scan import FoundHead
+
+_TIMEOUT_S = 5.0  # a person waits longer than an engine does
+
+
+class RedisServerStore(Store):
+    """One prefix of a server, a cluster, or what a Sentinel watches."""
+
+    kind = "redis"
+
+    def __init__(self, url: str) -> None:
+        """Connect.
+
+        Raises:
+            CommandError: the URL is none.
+            TierUnavailable: nobody answers.
+        """
+        try:
+            settings = parse_redis_url(url)
+            if "timeout" not in url:
+                settings = parse_redis_url(url, timeout=_TIMEOUT_S, connect_timeout=_TIMEOUT_S)
+        except ConfigError as error:
+            raise CommandError(str(error), ExitCode.USAGE) from None
+        self.name = settings.safe_url
+        if settings.prefix != "kvtier":
+            self.name += f"?prefix={settings.prefix}"
+        self._settings = settings
+        self._store = RedisStore(settings)
+        self._tiers: dict[Shard, tuple[Any, Any]] = {}
+        try:
+            self._memory = self._store.memory()
+        except TierError as error:
+            self.close()
+            raise TierUnavailable(settings.scrub(str(error))) from None
+
+    def described(self) -> list[Space]:
+        """Return the namespaces in words; see `Store.described`."""
+        return [
+            Space(namespace, text)
+            if isinstance(text, dict)
+            else Space(namespace, None, "its description is not what kvtier writes")
+            for namespace, text in sorted(self._store.namespaces().items())
+        ]
+
+    def spaces(self) -> list[Space]:
+        """Return the namespaces; see `Store.spaces`. Walks over all names."""
+        found = {space.namespace: space for space in self.described()}
+        for shard, _ in self._store.all_names():
+            if shard.namespace not in found:
+                found[shard.namespace] = Space(shard.namespace, None, "no description is kept")
+        return [found[namespace] for namespace in sorted(found)]
+
+    def records(self, namespace: bytes | None = None, start: str = "") -> Iterator[Record]:
+        """Yield records as the server tells them; see `Store.records`."""
+        name, _, group = start.partition("-")
+        for shard, key, head in self._store.all_heads(namespace, name):
+            if not group or f"g{key[-1]}".startswith(group):
+                yield self._record(shard, key, head)
+
+    def ordered(self, namespace: bytes | None = None) -> Iterator[Record]:
+        """Yield records in order; see `Store.ordered`. Keeps all names in memory."""
+        found = {(s.namespace, s.rank, key) for s, key in self._store.all_names(namespace)}
+        every = [self._record(Shard(space, rank), key, None) for space, rank, key in found]
+        del found
+        every.sort(key=lambda record: record.order)
+        yield from every
+
+    def count(self, namespace: bytes | None = None) -> Iterator[tuple[bytes, int, bytes]]:
+        """Yield every record; see `Store.count`."""
+        for shard, key in self._store.all_names(namespace):
+            yield shard.namespace, shard.rank, key
+
+    def headers(self, wanted: list[Record]) -> Iterator[tuple[Record, Header]]:
+        """Yield headers; see `Store.headers`."""
+        for record in wanted:
+            found = record.source
+            if found is None:
+                with contextlib.suppress(RecordMissing, RecordDamaged):
+                    shard = Shard(record.namespace, record.rank)
+                    yield record, self._store.head(shard, record.key).header
+            elif found.head is not None:
+                yield record, found.head.header
+
+    def sample(self, wanted: list[tuple[bytes, int, bytes]]) -> list[Record]:
+        """Ask for the heads; see `Store.sample`."""
+        asked = [(Shard(namespace, rank), key) for namespace, rank, key in wanted]
+        return [self._record(*found) for found in self._store.some_heads(asked)]
+
+    def _record(self, shard: Shard, key: bytes, found: FoundHead | None) -> Record:
+        stored_bytes = found.stored_bytes if found else 0
+        used_at_s = time.time() - found.idle_s if found else 0.0
+        place = Names(self._settings.prefix, shard.namespace, shard.rank).head(key).decode()
+        return Record(shard.namespace, shard.rank, key, stored_bytes, used_at_s, place, found)
+
+    def check(self, record: Record) -> VerifyResult:
+        """Read head and stripes; see `Store.check`."""
+        from ..storage.disk_verify import VerifyResult
+
+        header, n_bytes = None, 0
+        try:
+            header = self._head(record)
+            n_bytes = HEAD_BYTES + header.stored_bytes
+            self._payload(record, header)
+        except RecordDamaged as damage:
+            return VerifyResult(record.place, header, damage.reason, str(damage), n_bytes)
+        return VerifyResult(record.place, header, None, "intact", n_bytes)
+
+    def stored(self, record: Record) -> tuple[Header, memoryview]:
+        """Read head and stripes; see `Store.stored`."""
+        header = self._head(record)
+        return header, self._payload(record, header)
+
+    def _head(self, record: Record) -> Header:
+        header = self._store.head(Shard(record.namespace, record.rank), record.key).header
+        if header.namespace != record.namespace:
+            raise RecordDamaged(DamageReason.NAMESPACE, f"of {header.namespace.hex()}")
+        if (header.key, header.rank) != (record.key, record.rank):
+            raise RecordDamaged(DamageReason.IDENTITY, "holds another record")
+        return header
+
+    def _payload(self, record: Record, header: Header) -> memoryview:
+        import mmap
+
+        from ..storage.disk_file import padded
+        from ..storage.tier import RecordSpec
+
+        room = memoryview(mmap.mmap(-1, padded(header.stored_bytes)))[: header.stored_bytes]
+        spec = RecordSpec(record.key, header.start_tokens, header.end_tokens, header.raw_bytes)
+        self._verbatim(Shard(record.namespace, record.rank))[0].get(spec, [room])
+        return room
+
+    def _verbatim(self, shard: Shard, description: Any = None) -> tuple[RedisTier, Any]:
+        from ..storage.payload import Verbatim
+
+        if shard not in self._tiers:
+            form = Verbatim()
+            tier = self._store.tier(shard, form=form, description=description)
+            self._tiers[shard] = (tier, form)
+        return self._tiers[shard]
+
+    def capacity(self) -> Capacity:
+        """Return what the server says of its memory."""
+        memory = self._memory
+        free_bytes = None
+        if memory.used_bytes is not None and memory.limit_bytes is not None:
+            free_bytes = max(0, memory.limit_bytes - memory.used_bytes)
+        note = f"the whole server, {memory.keys:,} keys; {memory.policy or 'policy not known'}"
+        return Capacity(memory.used_bytes, memory.limit_bytes, free_bytes, note)
+
+    def quarantined(self) -> tuple[int, int]:
+        """Return nothing: what is damaged in Redis is deleted."""
+        return 0, 0
+
+    def loose(self) -> list[Loose]:
+        """Return stripes without a head; see `Store.loose`."""
+        return [
+            Loose(name.decode("utf-8", "backslashreplace"), 0, "a stripe that no record names")
+            for name in self._store.loose_stripes()
+        ]
+
+    def current_epoch(self, description: Mapping[str, Any]) -> int | None:  # noqa: ARG002
+        """Return None: engines without a disk tier keep their epoch in memory."""
+        return None
+
+    def tier(self, namespace: bytes, rank: int) -> RedisTier:
+        """Open a tier; see `Store.tier`."""
+        return self._store.tier(Shard(namespace, rank))
+
+    @contextlib.contextmanager
+    def writer(self, space: Space, rank: int) -> Iterator[Writer]:
+        """Open a namespace and rank to write; see `Store.writer`."""
+        from ..storage.payload import Verbatim
+
+        form = Verbatim()
+        tier = self._store.tier(
+            Shard(space.namespace, rank), form=form, description=space.description
+        )
+        try:
+            yield _RedisWriter(tier, form)
+        finally:
+            tier.close()
+
+    def sweep(self, loose: list[Loose]) -> int:
+        """Delete stripes; see `Store.sweep`."""
+        return self._store.unlink([item.place.encode() for item in loose])
+
+    def forget(self, namespace: bytes) -> None:
+        """Delete a namespace's description; see `Store.forget`."""
+        if next(self._store.all_names(namespace), None) is None:
+            self._store.forget_namespace(namespace)
+
+    def close(self) -> None:
+        """Close all connections."""
+        for tier, _ in self._tiers.values():
+            tier.close()
+        self._tiers.clear()
+        self._store.close()
+
+
+class _RedisWriter(Writer):
+    def __init__(self, tier: Any, form: Any) -> None:
+        self._tier = tier
+        self._form = form
+
+    def put(self, header: Header, stored: memoryview, used_at_s: float) -> bool:  # noqa: ARG002
+        from ..storage.tier import PutResult, RecordSpec
+
+        spec = RecordSpec(header.key, header.start_tokens, header.end_tokens, header.raw_bytes)
+        self._form.expect(header)
+        return bool(self._tier.put(spec, [stored]) is PutResult.STORED)
