@@ -224,6 +224,15 @@ def test_files_are_checked_without_the_key(tmp_path):
     assert verify_file(file.path, file).reason is DamageReason.PAYLOAD
 
 
+def test_a_second_put_seals_nothing(tmp_path):
+    """A record that is there is seen by its length alone, sealed or not."""
+    tier = disk(tmp_path, OLD)
+    tier.put(spec_of(1), payload_of(1))
+    object.__setattr__(tier._format, "draw", lambda n: pytest.fail("sealed again"))
+    assert tier.put(spec_of(1), payload_of(1)) is PutResult.EXISTS
+    tier.close()
+
+
 def test_rotation(tmp_path):
     """A store is sealed anew in place with another key; then the old one is not needed."""
     old = disk(tmp_path, OLD)
