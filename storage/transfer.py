@@ -301,6 +301,8 @@ class Transfer:
                 if slot is None:
                     status = ChunkStatus.DEADLINE
                     return
+                if not state.wanted(i):
+                    return  # closed while it waited; at shutdown the pages are gone
                 pages = slot[: chunk.n_blocks]
             used_bytes = self._block_bytes[chunk.group]
             spec = RecordSpec(
