@@ -2,7 +2,8 @@
 
 Only the rules that the connector's contract names: prefix cache of the device by
 block hash, one pool for all groups, window blocks given back, chunked prefill,
-preemption, loads that hold a request, abort in every state, streaming sessions.
+preemption, loads that hold a request, abort in every state, streaming sessions,
+recurrent states that are handed over at block boundaries.
 """
 
 from __future__ import annotations
@@ -12,6 +13,8 @@ from collections import OrderedDict
 from dataclasses import dataclass, field
 from enum import Enum
 from types import SimpleNamespace
+
+from kvtier.connector.geometry import GroupKind
 
 MASK = (1 << 64) - 1
 
@@ -228,6 +231,8 @@ class Scheduler:
         for group, row in zip(self.geometry.groups, table, strict=True):
             end, first = -(-total // group.block_tokens), group.first_needed_block(computed)
             nulls = max(0, min(first, end) - len(row))
+            if group.kind is GroupKind.RECURRENT:  # one state, of the step's last token
+                nulls = max(0, end - 1 - len(row))
             need.append((nulls, max(0, end - len(row) - nulls)))
         idle = len({b.block_id for b in reused if b.ref_cnt == 0})
         if sum(n for _, n in need) > len(self.pool.free) - idle:
@@ -249,7 +254,12 @@ class Scheduler:
 
     def _cache(self, request, tokens):
         for group, row in zip(self.geometry.groups, request.table, strict=True):
-            for i in range(min(tokens, request.num_tokens) // group.block_tokens):
+            whole, rest = divmod(min(tokens, request.num_tokens), group.block_tokens)
+            if group.kind is GroupKind.RECURRENT:  # only the state that is exact
+                span = range(whole - 1, whole) if whole and not rest else ()
+            else:
+                span = range(whole)
+            for i in span:
                 if not row[i].is_null:
                     self.pool.cache(row[i], self._name(request, group, i))
 
@@ -262,6 +272,7 @@ class Scheduler:
             if request not in self.running or budget <= 0:
                 continue
             n = min(request.num_tokens - request.num_computed_tokens, budget)
+            n = self._to_boundary(request.num_computed_tokens, n)
             total = request.num_computed_tokens + n
             self._drop_window(request)
             while not self._allocate(request, None, request.num_computed_tokens, total):
@@ -295,9 +306,30 @@ class Scheduler:
             num_scheduled_tokens=scheduled,
             total_num_scheduled_tokens=sum(scheduled.values()),
             kv_connector_block_state=SimpleNamespace(
-                get_block_ids=tables.get, boundary_state_offloads={}
+                get_block_ids=tables.get, boundary_state_offloads=self._hand_overs(scheduled)
             ),
         )
+
+    def _to_boundary(self, computed, n):
+        """Cut a step that crosses boundaries of recurrent blocks to end at the last of them."""
+        for group in self.geometry.groups:
+            if group.kind is GroupKind.RECURRENT:
+                end = (computed + n) // group.block_tokens * group.block_tokens
+                n = end - computed if end > computed else n
+        return n
+
+    def _hand_overs(self, scheduled):
+        """States that are exact at a boundary once this step's forward has run."""
+        offers = {}
+        for request_id, n in scheduled.items():
+            request = self.requests[request_id]
+            end = request.num_computed_tokens + n
+            for group, row in zip(self.geometry.groups, request.table, strict=True):
+                at_boundary = end % group.block_tokens == 0
+                if group.kind is GroupKind.RECURRENT and at_boundary and self.rng.random() < 0.8:
+                    block = row[end // group.block_tokens - 1].block_id
+                    offers.setdefault(request_id, []).append((group.group_id, block, end))
+        return offers
 
     def _break_deadlock(self):
         """Nothing runs: of those that wait with blocks, the last gives them up (vLLM reserves)."""
@@ -339,7 +371,7 @@ class Scheduler:
             assert local + external < request.num_tokens
             assert (local + external) % self.geometry.hit_alignment_tokens == 0
         computed = request.num_computed_tokens or local + external
-        n = min(request.num_tokens - computed, budget)
+        n = self._to_boundary(computed, min(request.num_tokens - computed, budget))
         total = computed if external else computed + n
         if not self._allocate(request, rows, computed, total, local):
             return None

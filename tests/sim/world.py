@@ -53,10 +53,17 @@ def random_geometry(rng):
     full = rng.choice([8, 16])
     groups = [(GroupKind.FULL, full, None)]
     for _ in range(rng.randrange(3)):
-        kind = rng.choice([GroupKind.SLIDING_WINDOW, GroupKind.CHUNKED_LOCAL, GroupKind.FULL])
+        kind = rng.choice(
+            [
+                GroupKind.SLIDING_WINDOW,
+                GroupKind.CHUNKED_LOCAL,
+                GroupKind.FULL,
+                GroupKind.RECURRENT,
+            ]
+        )
         size = rng.choice([8, 16])
-        window = None if kind is GroupKind.FULL else rng.choice([16, 24, 33, 48, 64])
-        groups.append((kind, size, window))
+        windowed = kind in {GroupKind.SLIDING_WINDOW, GroupKind.CHUNKED_LOCAL}
+        groups.append((kind, size, rng.choice([16, 24, 33, 48, 64]) if windowed else None))
     rng.shuffle(groups)
     blocks = [size for _, size, _ in groups]
     return Geometry(
@@ -274,6 +281,13 @@ class World:
         plan = self.half.build_plan(output)
         for job in plan.saves:
             self._note_opened(job.job_id, "save")
+        now = {job.job_id for job in plan.saves}
+        self.reading = {
+            block
+            for job_id, save in self.half._ledger._saves.items()
+            if save.copies_left and job_id not in now
+            for block in save.device_blocks
+        }
         for job in plan.loads:
             self._note_opened(job.job_id, "load")
         started = {
@@ -344,10 +358,13 @@ class World:
         """Write the step's KV, then read all that attention reads, and compare."""
         for request_id, n in output.num_scheduled_tokens.items():
             request, begin = self.engine.requests[request_id], started[request_id]
+            self._go_on(device, request, begin, begin + n)
             at = np.arange(begin, begin + n)
             chain = np.array(request.chain[begin : begin + n], np.uint64)
             for group, row in zip(self.geometry.groups, request.table, strict=True):
                 size = group.block_tokens
+                if group.kind is GroupKind.RECURRENT:
+                    continue
                 assert all(b.ref_cnt > 0 for b in row[begin // size : (begin + n - 1) // size + 1])
                 ids = np.array([b.block_id for b in row])[at // size]
                 assert ids.all(), "a forward writes into the null block"
@@ -357,10 +374,39 @@ class World:
             request = self.engine.requests[request_id]
             self._verify(device, request, started[request_id], "a forward reads wrong bytes")
 
+    def _state(self, device, request, group, tokens):
+        chain = np.array(request.chain[tokens - 1 : tokens], np.uint64)
+        return content(chain, group.group_id, device.rank, self.epoch)[0]
+
+    def _go_on(self, device, request, begin, end):
+        """Carry recurrent states on, from where the step begins to where it ends."""
+        for group, row in zip(self.geometry.groups, request.table, strict=True):
+            if group.kind is GroupKind.RECURRENT:
+                self._verify_state(device, request, group, begin, "a step goes on from wrong state")
+                block = row[(end - 1) // group.block_tokens]
+                assert not block.is_null
+                assert block.block_id not in self.reading, "a state is overwritten while it is read"
+                device.memory[block.block_id] = self._state(device, request, group, end)
+
+    def _verify_state(self, device, request, group, tokens, what):
+        if not tokens:
+            return
+        row = request.table[self.geometry.groups.index(group)]
+        block = row[(tokens - 1) // group.block_tokens]
+        assert not block.is_null, "a needed state is gone"
+        there = device.memory[block.block_id, : group.block_tokens]
+        assert (there == self._state(device, request, group, tokens)).all(), (
+            f"{what}: {request.request_id} {group} at {tokens}"
+        )
+
     def _verify(self, device, request, tokens, what):
         """Compare all that a hit of ``tokens`` needs with what it must be."""
         for group, row in zip(self.geometry.groups, request.table, strict=True):
             size, first = group.block_tokens, group.first_needed_block(tokens)
+            if group.kind is GroupKind.RECURRENT:
+                if request.status is Status.WAITING_FOR_REMOTE_KVS:
+                    self._verify_state(device, request, group, tokens, what)
+                continue
             ids = [b.block_id for b in row[first : -(-tokens // size)]]
             assert 0 not in ids, "a needed block is gone"
             chain = np.array(request.chain[first * size : tokens], np.uint64)
