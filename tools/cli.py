@@ -8,6 +8,8 @@ import typer
 
 from .bench_commands import bench
 from .exit_codes import EXIT_CODES_HELP, ExitCode
+from .inspect_commands import add_inspect_verbs
+from .plan_commands import add_planning_verbs
 from .reporting import finish, print_json, reported
 from .store_commands import add_store_verbs
 
@@ -23,6 +25,8 @@ config_app = typer.Typer(help="Configurations of the connector.", no_args_is_hel
 app.add_typer(config_app, name="config")
 app.add_typer(bench, name="bench")
 add_store_verbs(app)
+add_inspect_verbs(app)
+add_planning_verbs(app)
 
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
 
@@ -63,7 +67,18 @@ def config_check(
     finish(check_config(source, n_ranks=ranks, machine=machine, as_json=as_json))
 
 
-@app.command(epilog=EXIT_CODES_HELP)
+class _BareRedis(TyperCommand):
+    """A command whose ``--redis`` may stand without a value."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Give a bare ``--redis`` its value, then parse as ever."""
+        at = args.index("--redis") + 1 if "--redis" in args else 0
+        if at and (at == len(args) or args[at].startswith("-")):
+            args = [*args[:at], "start", *args[at:]]
+        return super().parse_args(ctx, args)
+
+
+@app.command(epilog=EXIT_CODES_HELP, cls=_BareRedis)
 @reported
 def demo(
     model: Annotated[
@@ -75,6 +90,12 @@ def demo(
         Optional[str],  # noqa: UP045
         typer.Option(help="Folder of the disk tier, kept; by default a temporary one."),
     ] = None,
+    redis: Annotated[
+        Optional[str],  # noqa: UP045
+        typer.Option(
+            metavar="[URL]", help="Redis instead of a disk: this one, or without a URL one of its own."
+        ),
+    ] = None,
     as_json: Json = False,
 ) -> None:
     """Run agent sessions in the real vLLM, with and without kvtier, and after a restart."""
@@ -82,7 +103,8 @@ def demo(
     from .demo_view import DemoView
 
     with DemoView(quiet=as_json) as view:
-        report = run_demo(DemoOptions(model=model, dtype=dtype, disk=disk), view)
+        options = DemoOptions(model=model, dtype=dtype, disk=disk, redis=redis)
+        report = run_demo(options, view)
         view.summary(report)
     if as_json:
         print_json(report.as_dict())

@@ -1,0 +1,117 @@
+"""Curves over sizes as a PNG, drawn with Pillow: no display, no plotting library."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from .reporting import CommandError, size
+
+if TYPE_CHECKING:
+    from PIL.ImageDraw import ImageDraw
+
+WIDTH, HEIGHT = 1200, 700
+LEFT, TOP, RIGHT, BOTTOM = 90, 70, 40, 80
+COLOURS = ("#0b62a4", "#d9541a", "#3a8f3a", "#7b4fa3", "#8a6d1d", "#444444")
+GREY = "#d5d5d5"
+
+
+@dataclass(frozen=True, slots=True)
+class Curve:
+    """A line: (size in bytes, share from 0 to 1), by size."""
+
+    name: str
+    points: tuple[tuple[float, float], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Mark:
+    """A vertical line at a size."""
+
+    name: str
+    n_bytes: float
+
+
+def draw_curves(path: str, title: str, curves: Sequence[Curve], marks: Sequence[Mark] = ()) -> None:
+    """Write a PNG of shares over sizes, sizes on a scale of doublings. Blocking.
+
+    Raises:
+        CommandError: Pillow is not installed, or there is nothing to draw.
+        OSError: the file cannot be written.
+    """
+    try:
+        from PIL import Image, ImageDraw, ImageFont
+    except ImportError:
+        raise CommandError("a PNG needs Pillow: pip install 'kvtier[plot]'") from None
+    if not any(curve.points for curve in curves):
+        raise CommandError("there is nothing to draw")
+    image = Image.new("RGB", (WIDTH, HEIGHT), "white")
+    canvas = _Canvas(ImageDraw.Draw(image), ImageFont.load_default(16), curves, marks)
+    canvas.text((LEFT, 12), title, ImageFont.load_default(22))
+    canvas.frame()
+    for mark in marks:
+        canvas.mark(mark)
+    for number, curve in enumerate(curves):
+        canvas.curve(curve, COLOURS[number % len(COLOURS)], number)
+    image.save(path, format="PNG")
+
+
+class _Canvas:
+    def __init__(
+        self, draw: ImageDraw, font: Any, curves: Sequence[Curve], marks: Sequence[Mark]
+    ) -> None:
+        sizes = [n for curve in curves for n, _ in curve.points] + [m.n_bytes for m in marks]
+        logs = [math.log2(max(1.0, n)) for n in sizes]
+        self._low, self._high = math.floor(min(logs)), math.ceil(max(logs))
+        self._high = max(self._high, self._low + 1)
+        self._draw = draw
+        self._font = font
+
+    def _x(self, n_bytes: float) -> float:
+        share = (math.log2(max(1.0, n_bytes)) - self._low) / (self._high - self._low)
+        return LEFT + share * (WIDTH - LEFT - RIGHT)
+
+    def _y(self, share: float) -> float:
+        return HEIGHT - BOTTOM - share * (HEIGHT - TOP - BOTTOM)
+
+    def text(
+        self,
+        at: tuple[float, float],
+        text: str,
+        font: Any = None,
+        fill: str = "black",
+        anchor: str = "la",
+    ) -> None:
+        self._draw.text(at, text, fill=fill, font=font or self._font, anchor=anchor)
+
+    def frame(self) -> None:
+        for tenth in range(0, 11, 2):
+            y = self._y(tenth / 10)
+            self._draw.line((LEFT, y, WIDTH - RIGHT, y), fill=GREY)
+            self.text((LEFT - 10, y), f"{tenth * 10} %", anchor="rm")
+        step = max(1, math.ceil((self._high - self._low) / 9))
+        for power in range(self._low, self._high + 1, step):
+            x = self._x(2.0**power)
+            self._draw.line((x, TOP, x, HEIGHT - BOTTOM), fill=GREY)
+            self.text((x, HEIGHT - BOTTOM + 10), size(2.0**power), anchor="ma")
+        self.text((LEFT, TOP - 8), "hit tokens of all prompt tokens", anchor="lb")
+        self.text((WIDTH - RIGHT, HEIGHT - 14), "size of the cache", anchor="rb")
+
+    def mark(self, mark: Mark) -> None:
+        x = self._x(mark.n_bytes)
+        for y in range(TOP, HEIGHT - BOTTOM, 12):
+            self._draw.line((x, y, x, y + 6), fill="#888888", width=2)
+        self.text((x, TOP - 8), mark.name, fill="#555555", anchor="mb")
+
+    def curve(self, curve: Curve, colour: str, number: int) -> None:
+        points = [(self._x(n), self._y(share)) for n, share in curve.points]
+        if len(points) > 1:
+            self._draw.line(points, fill=colour, width=3, joint="curve")
+        for x, y in points:
+            self._draw.ellipse((x - 4, y - 4, x + 4, y + 4), fill=colour)
+        y = HEIGHT - BOTTOM - 30 - 26 * number
+        self._draw.rectangle((WIDTH - 336, y - 13, WIDTH - RIGHT - 2, y + 13), fill="white")
+        self._draw.line((WIDTH - 330, y, WIDTH - 290, y), fill=colour, width=3)
+        self.text((WIDTH - 280, y), curve.name, anchor="lm")
