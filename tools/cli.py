@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Optional
+from typing import Annotated, Any, Optional
 
 import typer
+from typer.core import TyperCommand
 
 from .bench_commands import bench
 from .exit_codes import EXIT_CODES_HELP, ExitCode
@@ -93,7 +94,7 @@ def demo(
     redis: Annotated[
         Optional[str],  # noqa: UP045
         typer.Option(
-            metavar="[URL]", help="Redis instead of a disk: this one, or without a URL one of its own."
+            metavar="[URL]", help="Redis instead of a disk; without a URL a server of its own."
         ),
     ] = None,
     as_json: Json = False,

@@ -2,8 +2,8 @@
 
 Three sessions share a device cache that holds one of them at a time, so each turn finds its
 session's KV evicted. Without kvtier vLLM computes the whole prompt again; with it the prompt
-comes back from RAM, and after a restart of the engine from disk. Every answer is compared with
-the one of the engine without kvtier.
+comes back from RAM, and after a restart of the engine from disk or Redis. Every answer is
+compared with the one of the engine without kvtier.
 """
 
 from __future__ import annotations
@@ -16,11 +16,12 @@ from typing import TYPE_CHECKING, Any
 
 from . import models
 from .engine import Engine, EngineOptions
+from .redis_server import RedisServer
 from .sessions import SessionPlan, encoder
 from .trial import Outcome, Turn, run_again, run_baseline, tolerance
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
 # A returning turn grows by less than a tenth, so that 90 % of it can have been seen before.
 # The two short sessions together overflow the device cache before the long one returns.
@@ -33,6 +34,7 @@ DEVICE_TOKENS = 4160
 BLOCK_TOKENS = 32
 ANSWER_TOKENS = 8
 SEED = 1
+OWN_SERVER = "start"
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,11 +44,13 @@ class DemoOptions:
     Attributes:
         model: folder or name; None makes SmolLM2 from its package.
         disk: folder of the disk tier; None uses one that is removed afterwards.
+        redis: URL of a server to use instead of a disk; `OWN_SERVER` starts one.
     """
 
     model: str | None = None
     dtype: str = "float32"
     disk: str | None = None
+    redis: str | None = None
     ram: str = "1GiB"
     disk_capacity: str = "4GiB"
     sessions: Sequence[SessionPlan] = SESSIONS
@@ -179,8 +183,7 @@ def run_demo(
             seed=SEED,
             done=noted,
         )
-    with _disk_folder(options) as disk:
-        kvtier = {"ram": options.ram, "disk": disk, "disk_capacity": options.disk_capacity}
+    with _tiers(options) as kvtier:
         with_kvtier = _engine_options(options, model, kvtier)
         before = _run(with_kvtier, turns, "vLLM with kvtier", options, listener, open_engine)
         last = list({turn.session: turn for turn in turns}.values())
@@ -237,9 +240,19 @@ def _warm_up(engine: Any) -> None:
 
 
 @contextlib.contextmanager
-def _disk_folder(options: DemoOptions) -> Any:
-    if options.disk is not None:
-        yield options.disk
-        return
-    with tempfile.TemporaryDirectory(prefix="kvtier-demo-") as folder:
-        yield folder
+def _tiers(options: DemoOptions) -> Iterator[dict[str, Any]]:
+    """Yield kvtier's settings; what was made for the demo alone is gone afterwards."""
+    with contextlib.ExitStack() as stack:
+        settings: dict[str, Any] = {"ram": options.ram}
+        if options.redis is not None:
+            url = options.redis
+            if url == OWN_SERVER:
+                url = stack.enter_context(RedisServer()).url
+            # In somebody's own server the demo's records are few, apart, and go by themselves.
+            settings.update(redis=url, redis_prefix="kvtier-demo", redis_ttl=3600)
+        if options.disk is not None or options.redis is None:
+            disk = options.disk or stack.enter_context(
+                tempfile.TemporaryDirectory(prefix="kvtier-demo-")
+            )
+            settings.update(disk=disk, disk_capacity=options.disk_capacity)
+        yield settings

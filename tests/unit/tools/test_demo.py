@@ -27,7 +27,8 @@ class FakeEngine:
 
     def __init__(self, options, *, restores=True, wrong_at=None, logprob=-1.0):
         self.options = options
-        self._seen = self.disks.setdefault(options.kvtier["disk"], []) if options.kvtier else None
+        store = options.kvtier and (options.kvtier.get("disk") or options.kvtier["redis"])
+        self._seen = self.disks.setdefault(store, []) if store else None
         self._restores, self._wrong_at, self._logprob = restores, wrong_at, logprob
         self._asked = 0
 
@@ -142,3 +143,52 @@ def test_the_sessions_figures_are_the_returning_turns():
         sum(t["ttft_baseline_s"] for t in returning) / 2
     )
     assert data["restored_by_tier"] == {"ram": 500}
+
+
+@pytest.mark.parametrize(
+    ("args", "redis"),
+    [
+        ([], None),
+        (["--redis"], "start"),
+        (["--redis", "--json"], "start"),
+        (["--redis", "redis://h", "--json"], "redis://h"),
+        (["--redis=unix:///s"], "unix:///s"),
+    ],
+)
+def test_redis_may_be_given_with_or_without_an_address(monkeypatch, args, redis):
+    """A bare --redis means a server of the demo's own, whatever stands after it."""
+    seen = []
+
+    def noted(options, listener):
+        seen.append(options.redis)
+        return run()
+
+    monkeypatch.setattr(demo_module, "run_demo", noted)
+    result = CliRunner().invoke(cli.app, ["demo", *args])
+    assert result.exit_code == 0, result.output
+    assert seen == [redis]
+
+
+@pytest.mark.parametrize("redis", ["redis://h:1/0", demo_module.OWN_SERVER])
+def test_redis_takes_the_place_of_the_disk(redis):
+    """Engines over one address are restored from it after the restart; no disk is used."""
+    FakeEngine.disks = {}
+    seen = []
+
+    def opened(options):
+        seen.append(options.kvtier)
+        return FakeEngine(options)
+
+    report = run_demo(
+        DemoOptions(model="none", sessions=PLANS, answer_tokens=4, redis=redis),
+        Listener(),
+        open_engine=opened,
+        encode=lambda text: [ord(letter) for letter in text],
+        clock=lambda: 0.0,
+    )
+    assert not report.problems
+    assert seen[0] is None
+    assert seen[1] == seen[2]
+    assert "disk" not in seen[1]
+    assert (seen[1]["redis"] == redis) == (redis != demo_module.OWN_SERVER)
+    assert seen[1]["redis"].startswith("redis://")
