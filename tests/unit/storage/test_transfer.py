@@ -175,6 +175,19 @@ def test_no_staging_slot_in_time(bench):
     assert statuses(bench.wait(job, LoadDone)) == [DEADLINE]
 
 
+def test_given_up_while_it_waits_for_staging(bench):
+    """A load that is over when its staging slot comes reads nothing."""
+    keep(bench, 1, 41)
+    slot = bench.transfer._staging.take(0.0)
+    job = bench.load(load_chunk(1, [5], None))
+    bench.transfer.cancel_load(job.job_id)
+    assert statuses(bench.wait(job, LoadDone)) == [CANCELLED]
+    bench.transfer._staging.give(slot)
+    bench.wait(job, LoadRetired)
+    assert bench.tier.gates["get"].came == 0
+    assert bench.transfer._staging.take(0.0) is not None
+
+
 @pytest.mark.parametrize(
     ("error", "status"),
     [
