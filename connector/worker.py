@@ -115,6 +115,7 @@ class WorkerHalf:
 
     def begin(self, plan: Plan) -> None:
         """Take in a step's plan, before its forward; loads start at once."""
+        self.forward_launched()  # of a step that never said so (a pipeline's earlier stages)
         self._idle = plan.idle
         if plan.namespace is not None:
             self._enter(plan.namespace)
@@ -170,7 +171,8 @@ class WorkerHalf:
 
     def collect(self) -> tuple[set[str], set[str]]:
         """Return (requests whose load is over, those of them whose load failed)."""
-        self.forward_launched()  # a step without a forward, or one that never said so
+        # No save begins here: with speculation the engine asks before the draft has run,
+        # and the draft's layers are part of the blocks.
         self.transfer.poll()
         if self._idle and self.transfer.loading:
             self.transfer.wait(IDLE_WAIT_S)
