@@ -1,0 +1,245 @@
+"""`kvtier explain`: hashes as vLLM computes them, and each reason that a store can show."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import pickle
+import random
+
+import pytest
+
+from kvtier.connector import prefix_hash
+from kvtier.storage.key import chunk_key, key_name
+from kvtier.storage.tier import RecordSpec
+from kvtier.tools.redis_server import RedisServer
+
+from .stores import NAMESPACES, Folder, Server, golden, kvtier
+
+BLOCK, CHUNK = 16, 64
+ROOT = hashlib.sha256(pickle.dumps("vllm-none-hash", protocol=5)).digest()
+FULL = [{"group": 0, "kind": "full", "window_tokens": None}]
+
+
+def described(groups=FULL, dtype="torch.bfloat16", ranks=1, root=ROOT, **more):
+    return {
+        "model": {"path": "tiny", "dtype": dtype},
+        "cache": {"hash_block_tokens": BLOCK, "chunk_tokens": CHUNK},
+        "groups": groups,
+        "parallel": {"tensor_parallel_size": ranks, "pipeline_parallel_size": 1},
+        "hash_algorithm": "sha256",
+        "root_hash": root.hex(),
+        "hash_lookahead_tokens": 0,
+        **more,
+    }
+
+
+def chain(tokens, root=ROOT):
+    """The oracle: SHA-256 of pickled (parent, tokens, extra), spelt out."""
+    out, parent = {}, root
+    for start in range(0, len(tokens) - BLOCK + 1, BLOCK):
+        value = (parent, tuple(tokens[start : start + BLOCK]), None)
+        parent = hashlib.sha256(pickle.dumps(value, protocol=pickle.HIGHEST_PROTOCOL)).digest()
+        out[start + BLOCK] = parent
+    return out
+
+
+@pytest.fixture
+def prompt(tmp_path):
+    tokens = [random.Random(7).randrange(32000) for _ in range(300)]
+    path = tmp_path / "prompt.json"
+    path.write_text(json.dumps({"prompt_token_ids": tokens}))
+    return path, tokens
+
+
+@pytest.fixture(params=["disk", "redis"])
+def store(request, tmp_path):
+    if request.param == "disk":
+        (tmp_path / "store").mkdir()
+        yield Folder(tmp_path / "store")
+        return
+    with RedisServer() as server:
+        yield Server(server)
+
+
+def save(
+    store, tokens, ends, group=0, namespace=NAMESPACES[0], rank=0, description=None, root=ROOT
+):
+    import mmap
+
+    hashes = chain(tokens, root)
+    tier = store.tier(namespace, rank, description=description or described())
+    for end in ends:
+        start = (end - 1) // CHUNK * CHUNK
+        key = chunk_key(hashes[end], group)
+        tier.put(RecordSpec(key, start, end, 4096), [memoryview(mmap.mmap(-1, 4096))])
+    tier.close()
+    return hashes
+
+
+def asked(store, path, *more):
+    code, out, err = kvtier("explain", store.target, path, "--json", *more)
+    assert code == 0, err
+    data = json.loads(out)
+    text = kvtier("explain", store.target, path, *more)
+    assert text[0] == 0
+    return data
+
+
+def test_hashes_are_those_of_the_engine():
+    """VLLM's own functions give the same chain, also with a salt and an adapter."""
+    kv_cache_utils = pytest.importorskip("vllm.v1.core.kv_cache_utils")
+    from vllm.utils.hashing import get_hash_fn_by_name
+
+    tokens = list(range(100))
+    for algorithm in ("sha256", "sha256_cbor"):
+        engine = get_hash_fn_by_name(algorithm)
+        kv_cache_utils.init_none_hash(engine)
+        root = bytes(kv_cache_utils.NONE_HASH)
+        ours, _ = prefix_hash.hash_function(algorithm)
+        for extra, options in (
+            (None, {}),
+            ([("cache_salt", "s")], {"cache_salt": "s"}),
+            ([("lora", "a", "/p")], {"lora": ("a", "/p")}),
+        ):
+            expected, parent = [], None
+            for start in range(0, 96, 16):
+                keys = tuple(k for k in extra or () if k[0] == "lora" or start == 0) or None
+                parent = kv_cache_utils.hash_block_tokens(
+                    engine, parent, tokens[start : start + 16], keys
+                )
+                expected.append(bytes(parent))
+            assert prefix_hash.block_hashes(ours, root, tokens, 16, **options) == expected
+
+
+def test_without_vllm_sha256_is_spelt_out(monkeypatch):
+    """The same hashes where no engine is installed; other algorithms are refused."""
+    with_engine = prefix_hash.hash_function("sha256")[0]((b"x", (1, 2), None))
+    monkeypatch.setattr(prefix_hash, "_vllm_hashing", lambda: None)
+    ours, whose = prefix_hash.hash_function("sha256")
+    assert whose == "kvtier"
+    assert ours((b"x", (1, 2), None)) == with_engine
+    with pytest.raises(prefix_hash.KVTierError):
+        prefix_hash.hash_function("sha256_cbor")
+
+
+def test_a_whole_hit(store, prompt):
+    """All chunks and a tail up to the last block: nothing more can be restored."""
+    path, tokens = prompt
+    save(store, tokens, [64, 128, 192, 256, 288])
+    data = asked(store, path)
+    golden("explain", data)
+    (found,) = data["namespaces"]
+    assert (found["hit_tokens"], found["reason"]) == (288, "none")
+    assert found["records_found"] == 5
+
+
+def test_where_the_chain_ends_and_why(store, prompt):
+    """Never stored; nothing after a point; a gap with later chunks still there."""
+    path, tokens = prompt
+    other = [t + 1 for t in tokens]
+    save(store, other, [64, 128])
+    (found,) = asked(store, path)["namespaces"]
+    assert (found["hit_tokens"], found["reason"]) == (0, "never_stored")
+    save(store, tokens, [64, 128])
+    (found,) = asked(store, path)["namespaces"]
+    assert (found["hit_tokens"], found["reason"]) == (128, "not_stored")
+    save(store, tokens, [256])
+    (found,) = asked(store, path)["namespaces"]
+    assert (found["hit_tokens"], found["reason"]) == (128, "gap")
+    assert "192" in found["detail"]
+
+
+def test_a_damaged_chunk_ends_the_hit(store, prompt):
+    """The payload is read: a bit turned in it ends the hit before that chunk."""
+    path, tokens = prompt
+    hashes = save(store, tokens, [64, 128, 192])
+    name = key_name(chunk_key(hashes[128], 0))
+    if store.kind == "disk":
+        (file,) = __import__("pathlib").Path(store.target).rglob(f"{name}.kvt")
+        content = bytearray(file.read_bytes())
+        content[4100] ^= 1
+        file.write_bytes(content)
+    else:
+        key = f"kvtier:{NAMESPACES[0].hex()}:r0:{{{hashes[128].hex()}}}-g0:h"
+        with store.server.client() as client:
+            value = bytearray(client.get(key))
+            value[-1] ^= 1
+            client.set(key, bytes(value))
+    (found,) = asked(store, path)["namespaces"]
+    assert (found["hit_tokens"], found["reason"]) == (64, "damaged")
+    assert name in found["detail"]
+    (found,) = asked(store, path, "--no-check")["namespaces"]
+    assert found["hit_tokens"] == 192
+    if store.kind == "disk":
+        assert kvtier("verify", store.target, "--fix")[0] == 0
+        (found,) = asked(store, path)["namespaces"]
+        assert (found["hit_tokens"], found["reason"]) == (64, "quarantined")
+
+
+def test_another_namespace_and_the_field_that_differs(store, prompt):
+    """The chunks are there for another dtype: both namespaces are told, and what differs."""
+    path, tokens = prompt
+    save(store, tokens, [64])
+    float32 = described(dtype="torch.float32", root=b"r" * 32)
+    save(
+        store, tokens, [64, 128, 192], namespace=NAMESPACES[1], description=float32, root=b"r" * 32
+    )
+    first, second = asked(store, path)["namespaces"]
+    assert (first["hit_tokens"], second["hit_tokens"]) == (64, 192)
+    assert first["differs_from_best"]["namespace"] == NAMESPACES[1].hex()
+    assert first["differs_from_best"]["fields"]["model.dtype"] == [
+        "torch.bfloat16",
+        "torch.float32",
+    ]
+    assert second["differs_from_best"] is None
+
+
+def test_groups_that_need_a_window_or_a_state(store, prompt):
+    """Windows need only what they reach; a state must be exactly at the boundary."""
+    path, tokens = prompt
+    groups = [*FULL, {"group": 1, "kind": "sliding_window", "window_tokens": 40}]
+    save(store, tokens, [64, 128, 192], description=described(groups))
+    save(store, tokens, [128, 192], group=1)
+    (found,) = asked(store, path)["namespaces"]
+    assert found["hit_tokens"] == 192
+    groups = [*FULL, {"group": 1, "kind": "recurrent", "window_tokens": None}]
+    space = b"c" * 16
+    save(store, tokens, [64, 128, 192], namespace=space, description=described(groups))
+    save(store, tokens, [128], group=1, namespace=space, description=described(groups))
+    (found,) = asked(store, path, "--namespace", space.hex())["namespaces"]
+    assert (found["hit_tokens"], found["reason"]) == (128, "state_missing")
+
+
+def test_a_rank_that_lacks_its_record_ends_the_hit(store, prompt):
+    """A chunk counts only when all ranks have it."""
+    path, tokens = prompt
+    both = described(ranks=2)
+    save(store, tokens, [64, 128], description=both)
+    save(store, tokens, [64], rank=1, description=both)
+    (found,) = asked(store, path)["namespaces"]
+    assert (found["hit_tokens"], found["reason"]) == (64, "rank_missing")
+    assert "[1]" in found["detail"]
+
+
+def test_a_salt_or_a_tenant_makes_other_keys(store, prompt):
+    """With the salt that the request had nothing is found, without it everything."""
+    path, tokens = prompt
+    save(store, tokens, [64, 128])
+    for option in (["--cache-salt", "s"], ["--tenant", "t"]):
+        (found,) = asked(store, path, *option)["namespaces"]
+        assert (found["hit_tokens"], found["reason"]) == (0, "never_stored")
+
+
+@pytest.mark.parametrize(
+    ("text", "code"),
+    [("1 2 3", 0), ("1, 2,\n3", 0), ("[1, 2]", 0), ("hello", 2), ("[1, 2.5]", 2), ('{"a": 1}', 2)],
+)
+def test_token_ids_are_read_in_any_plain_form(tmp_path, text, code):
+    """JSON list, object, or numbers; anything else is wrong use in one line."""
+    store, path = Folder(tmp_path / "store"), tmp_path / "tokens"
+    (tmp_path / "store").mkdir()
+    path.write_text(text)
+    found, _, err = kvtier("explain", store.target, path)
+    assert found == code
+    assert len(err.splitlines()) == (1 if code else 0)

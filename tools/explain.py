@@ -1,0 +1,306 @@
+"""Why a prompt hits as far as it does: its chain of chunks, looked up in a store.
+
+Only what a store shows can be told. That a save was dropped, or that the gate said no, is in an
+engine's metrics (`kvtier top`), not here.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from ..storage.errors import KVTierError, RecordMissing
+from ..storage.key import chunk_key, key_name
+from .exit_codes import ExitCode
+from .reporting import CommandError
+from .store_words import differences
+
+if TYPE_CHECKING:
+    from .store_base import Record, Space, Store
+
+MAX_PROMPT_BYTES = 256 << 20
+_RECURRENT = "recurrent"
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """What is asked about: token ids, and what else goes into their hashes."""
+
+    token_ids: Sequence[int]
+    cache_salt: str | None = None
+    lora: tuple[str, str] | None = None
+    tenant: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """A KV cache group as the namespace describes it."""
+
+    number: int
+    kind: str
+    window_tokens: int | None
+
+    def first_token(self, hit_tokens: int) -> int:
+        """Return where what a hit needs of this group begins."""
+        if self.window_tokens:
+            return max(0, hit_tokens - self.window_tokens + 1)
+        return 0
+
+
+@dataclass(slots=True)
+class Chain:
+    """A prompt's chunks in one namespace.
+
+    Attributes:
+        ends: token counts at which records may end: whole chunks, then finer.
+        at: token count to group to the ranks that have an intact-looking record.
+    """
+
+    space: Space
+    chunk_tokens: int
+    block_tokens: int
+    ranks: int
+    groups: list[Group]
+    hashes: list[bytes]
+    hash_from: str
+    at: dict[int, dict[int, set[int]]] = field(default_factory=dict)
+    found: dict[tuple[int, int, int], Record] = field(default_factory=dict)
+
+    def key(self, end_tokens: int, group: int) -> bytes:
+        """Return the key of a record that ends there."""
+        return chunk_key(self.hashes[end_tokens // self.block_tokens - 1], group)
+
+    def whole(self, end_tokens: int, group: int) -> bool:
+        """Whether every rank has the record."""
+        return len(self.at.get(end_tokens, {}).get(group, ())) >= self.ranks
+
+
+def read_prompt(source: str, text: str) -> list[int]:
+    """Return the token ids in a JSON list, a JSON object's ``prompt_token_ids``, or plain numbers.
+
+    Raises:
+        CommandError: neither.
+    """
+    try:
+        value = json.loads(text)
+    except ValueError:
+        value = [int(word) for word in re.findall(r"\d+", text)] if _plain(text) else None
+    if isinstance(value, dict):
+        value = value.get("prompt_token_ids", value.get("prompt"))
+    if isinstance(value, int):
+        value = [value]
+    if not isinstance(value, list) or not all(type(token) is int for token in value):
+        raise CommandError(
+            f"{source}: no token ids; give a JSON list of numbers, or numbers between spaces",
+            ExitCode.USAGE,
+        )
+    return value
+
+
+def _plain(text: str) -> bool:
+    return re.fullmatch(r"[\s\d,]+", text) is not None
+
+
+def chain_of(space: Space, prompt: Prompt) -> Chain:
+    """Compute a prompt's hashes as the engines of one namespace do.
+
+    Raises:
+        KVTierError: the namespace does not say how, or hashes in a way that is not known here.
+    """
+    from ..connector.prefix_hash import block_hashes, hash_function
+    from ..connector.request_options import PARAMS_KEY, SaltedHashes, read_options
+
+    said = space.description or {}
+    cache = said.get("cache") if isinstance(said.get("cache"), dict) else {}
+    assert isinstance(cache, dict)
+    block, chunk = cache.get("hash_block_tokens"), cache.get("chunk_tokens")
+    root = said.get("root_hash")
+    if not isinstance(block, int) or not isinstance(chunk, int) or not isinstance(root, str):
+        raise KVTierError(f"{space.name}: {space.problem or 'does not say how prompts are hashed'}")
+    if said.get("hash_lookahead_tokens"):
+        raise KVTierError(f"{space.name}: its hashes cover tokens to come; not known here")
+    hash_of, whose = hash_function(str(said.get("hash_algorithm")))
+    hashes = block_hashes(
+        hash_of,
+        bytes.fromhex(root),
+        prompt.token_ids,
+        block,
+        cache_salt=prompt.cache_salt,
+        lora=prompt.lora,
+    )
+    if prompt.tenant is not None:
+        options = read_options({PARAMS_KEY: {"tenant": prompt.tenant}}, None)
+        hashes = list(SaltedHashes(hashes, options.salt))
+    groups = [
+        Group(int(g["group"]), str(g.get("kind")), g.get("window_tokens"))
+        for g in said.get("groups", ())
+        if isinstance(g, dict) and "group" in g
+    ] or [Group(0, "full", None)]
+    parallel = said.get("parallel") if isinstance(said.get("parallel"), dict) else {}
+    assert isinstance(parallel, dict)
+    ranks = int(parallel.get("tensor_parallel_size", 1)) * int(
+        parallel.get("pipeline_parallel_size", 1)
+    )
+    return Chain(space, chunk, block, ranks, groups, hashes, whose)
+
+
+def look_up(store: Store, chain: Chain) -> None:
+    """Ask the store for every record that the prompt could use. Blocking; reads no payload."""
+    places = {}
+    for number in range(1, len(chain.hashes) + 1):
+        end = number * chain.block_tokens
+        for group in chain.groups:
+            for rank in range(chain.ranks):
+                key = chain.key(end, group.number)
+                places[chain.space.namespace, rank, key] = (end, group.number, rank)
+    for record in store.sample(list(places)):
+        end, group_number, rank = places[record.namespace, record.rank, record.key]
+        chain.at.setdefault(end, {}).setdefault(group_number, set()).add(rank)
+        chain.found[end, group_number, rank] = record
+
+
+def hit_tokens(chain: Chain) -> int:
+    """Return how many tokens the store's records would restore, all groups together.
+
+    The engine keeps at least one token to compute; that is left to it.
+    """
+    for end in sorted(chain.at, reverse=True):
+        if all(_serves(chain, group, end) for group in chain.groups):
+            return end
+    return 0
+
+
+def _serves(chain: Chain, group: Group, end: int) -> bool:
+    if group.kind == _RECURRENT:
+        return chain.whole(end, group.number)
+    first = group.first_token(end)
+    boundary = end // chain.chunk_tokens * chain.chunk_tokens
+    if boundary < end and not chain.whole(end, group.number):
+        return False
+    chunks = range(chain.chunk_tokens, boundary + 1, chain.chunk_tokens)
+    return all(chain.whole(at, group.number) for at in chunks if at > first)
+
+
+def explain(
+    store: Store, prompt: Prompt, namespace: bytes | None, *, check: bool = True
+) -> list[dict[str, Any]]:
+    """Return, for each namespace, how far the prompt hits and why not further.
+
+    Args:
+        store: the store.
+        prompt: what is asked about.
+        namespace: only this one, or None for all.
+        check: read the payloads that a hit would use, and check them.
+    """
+    chains, out = [], []
+    for space in store.described():
+        if namespace not in {None, space.namespace}:
+            continue
+        try:
+            chain = chain_of(space, prompt)
+        except KVTierError as error:
+            out.append({"namespace": space.name, "hit_tokens": None, "reason": "unknown",
+                        "detail": str(error)})  # fmt: skip
+            continue
+        look_up(store, chain)
+        chains.append(chain)
+    best = max(chains, key=hit_tokens, default=None)
+    return [_verdict(store, chain, prompt, best, check=check) for chain in chains] + out
+
+
+def _verdict(
+    store: Store, chain: Chain, prompt: Prompt, best: Chain | None, *, check: bool
+) -> dict[str, Any]:
+    hit = hit_tokens(chain)
+    bad = _damaged(store, chain, hit) if check else []
+    if bad:
+        first_bad = min(end for end, _ in bad)
+        for end in [end for end in chain.at if end >= first_bad]:
+            del chain.at[end]
+        hit = hit_tokens(chain)
+    reason, detail = _reason(store, chain, prompt, hit, bad)
+    verdict = {
+        "namespace": chain.space.name,
+        "model": ((chain.space.description or {}).get("model") or {}).get("path"),
+        "prompt_tokens": len(prompt.token_ids),
+        "hit_tokens": hit,
+        "chunk_tokens": chain.chunk_tokens,
+        "chunks": len(prompt.token_ids) // chain.chunk_tokens,
+        "records_found": len(chain.found),
+        "reason": reason,
+        "detail": detail,
+        "hash_function": chain.hash_from,
+        "differs_from_best": None,
+    }
+    if best is not None and best is not chain and hit_tokens(best) > hit:
+        changed = differences(chain.space.description or {}, best.space.description or {})
+        verdict["differs_from_best"] = {
+            "namespace": best.space.name,
+            "hit_tokens": hit_tokens(best),
+            "fields": {name: list(values) for name, values in changed.items()},
+        }
+    return verdict
+
+
+def _damaged(store: Store, chain: Chain, hit: int) -> list[tuple[int, str]]:
+    """Check the payloads that a hit would read; return (end, what is wrong)."""
+    bad = []
+    for (end, _group, _rank), record in sorted(chain.found.items()):
+        if end > hit:
+            continue
+        try:
+            checked = store.check(record)
+        except RecordMissing:
+            bad.append((end, "evicted just now"))
+            continue
+        if not checked.ok:
+            bad.append((end, f"{key_name(record.key)} of rank {record.rank}: {checked.detail}"))
+    return bad
+
+
+def _reason(  # noqa: PLR0911 - a return for each reason
+    store: Store, chain: Chain, prompt: Prompt, hit: int, bad: list[tuple[int, str]]
+) -> tuple[str, str]:
+    """Return the best reason that the store shows for a hit that ends at ``hit``."""
+    usable = max(0, len(prompt.token_ids) - 1) // chain.block_tokens * chain.block_tokens
+    if not chain.hashes:
+        return "prompt_short", f"no whole block of {chain.block_tokens} tokens"
+    if bad:
+        return "damaged", bad[0][1] + "; `kvtier verify --fix` moves it out of the way"
+    if hit >= usable:
+        return "none", "everything that can be restored is there"
+    following = min(hit // chain.chunk_tokens * chain.chunk_tokens + chain.chunk_tokens, usable)
+    for group in chain.groups:
+        ranks = chain.at.get(following, {}).get(group.number, set())
+        if 0 < len(ranks) < chain.ranks:
+            missing = sorted(set(range(chain.ranks)) - ranks)
+            return "rank_missing", f"at token {following} ranks {missing} have no record"
+    quarantined = _in_quarantine(store, chain, following)
+    if quarantined:
+        return "quarantined", f"{quarantined} was damaged and taken out of use"
+    full = [g for g in chain.groups if not g.window_tokens and g.kind != _RECURRENT]
+    if any(g.kind == _RECURRENT for g in chain.groups) and any(
+        chain.whole(following, g.number) for g in full
+    ):
+        return "state_missing", f"no recurrent state is kept at token {following}"
+    if any(end > following for end in chain.at):
+        last = max(chain.at)
+        return "gap", (
+            f"nothing at token {following}, but records up to token {last}: evicted, "
+            "dropped when the queue was full, or could not be written"
+        )
+    if not chain.found:
+        return "never_stored", "no record of this prompt: never stored, evicted, or another salt"
+    return "not_stored", f"nothing after token {hit}: never stored, dropped or evicted"
+
+
+def _in_quarantine(store: Store, chain: Chain, end: int) -> str | None:
+    names: list[str] = getattr(store, "quarantined_names", list)()
+    for group in chain.groups:
+        name = key_name(chain.key(end, group.number))
+        if any(name in file and chain.space.name in file for file in names):
+            return name
+    return None
