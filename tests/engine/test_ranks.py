@@ -1,0 +1,75 @@
+"""Two tensor parallel ranks, each with its own part of every block."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+from pathlib import Path
+
+import pytest
+
+from . import models
+from .harness import (
+    CHUNK_TOKENS,
+    FLOAT32_TOLERANCE,
+    Engine,
+    damage_files,
+    prompt,
+    record_files,
+)
+
+TOKENS = prompt(600, 80)
+N = 6
+
+
+@pytest.fixture
+def forked(monkeypatch):
+    """Workers forked from this process: they need not import vLLM again."""
+    from vllm.v1.executor import multiproc_executor
+
+    fork = multiprocessing.get_context("fork")
+    monkeypatch.setattr(multiproc_executor, "get_mp_context", lambda: fork)
+    monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "nobind")
+
+
+def records_of(folder, rank):
+    return [path for path in record_files(folder) if f"{os.sep}r{rank}{os.sep}" in path]
+
+
+def test_a_hit_counts_only_when_every_rank_has_it(forked, tmp_path):
+    """Both ranks store and restore; one rank's damaged or missing record recomputes the request."""
+    folder = str(tmp_path)
+    with Engine(models.LLAMA, prefix_caching=False) as engine:
+        right = engine.ask(TOKENS, N)
+    settings = {"disk": folder, "disk_capacity": "1GiB"}
+    ranks = {"tensor_parallel_size": 2, "distributed_executor_backend": "mp"}
+    with Engine(models.LLAMA, settings, blocks=60, max_model_len=1024, **ranks) as engine:
+
+        def ask():
+            engine.forget()
+            answer = engine.ask(TOKENS, N)
+            assert answer.distance(right) <= FLOAT32_TOLERANCE
+            engine.drain()
+            return answer.restored_tokens
+
+        def ask_until_healed():
+            # A load stops at its first bad record, so that it may take some to find all three.
+            assert any(ask() >= 2 * CHUNK_TOKENS for _ in range(4))
+
+        assert ask() == 0
+        ours, theirs = records_of(folder, 0), records_of(folder, 1)
+        assert len(ours) == len(theirs) > 0
+        assert {Path(p).name for p in ours} == {Path(p).name for p in theirs}
+        assert {Path(p).read_bytes() for p in ours}.isdisjoint(Path(p).read_bytes() for p in theirs)
+        assert ask() >= 2 * CHUNK_TOKENS
+        assert engine.stats["load_bytes.disk"] > 0
+        failed = engine.stats["loads_failed"]
+        damage_files(theirs)
+        assert ask() == 0
+        assert engine.stats["loads_failed"] > failed
+        ask_until_healed()
+        for path in ours:
+            Path(path).unlink()
+        assert ask() == 0
+        ask_until_healed()
+        assert engine.free_blocks == engine.free_at_start
