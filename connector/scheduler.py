@@ -10,7 +10,7 @@ import logging
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from ..storage.catalog import Catalog, RamState
+from ..storage.catalog import Catalog
 from ..storage.counts import Counts
 from ..storage.errors import KVTierError
 from ..storage.jobs import (
@@ -26,24 +26,23 @@ from ..storage.jobs import (
     TierNews,
 )
 from . import engine_api
+from .admission import MAX_LOAD_FAILURES, Admission
 from .audit import Auditor
 from .gate import Gate
-from .geometry import Geometry, GroupKind
+from .geometry import Geometry
 from .ledger import Ledger, LoadOutcome
 from .load_planner import LoadPlanner
-from .lookup import Hit, MissReason, Piece, PrefixLookup
+from .lookup import MissReason, Piece, PrefixLookup
 from .plan import NamespaceInfo, Plan, RankReport
 from .request_options import RequestOptions, read_options
 from .save_planner import SavePlanner, SaveTracker
 from .shared_lookup import SharedLookup
+from .tier_states import TierStates
 from .tracker import SchedulerOptions, Tracker
 
 logger = logging.getLogger("kvtier.scheduler")
 
-INDEX_WAIT_S = 10.0  # longest wait for the tiers' indexes, all lookups together
-SHARED_LOAD_WAIT_S = 10.0  # longest wait for another request's load of the same chunks
 PIN_PATIENCE_S = 1.0  # how long a save in flight may hold off a preemption
-MAX_LOAD_FAILURES = 2  # a request that failed so often computes
 
 
 class SchedulerHalf:
@@ -52,7 +51,6 @@ class SchedulerHalf:
     Args:
         geometry: groups and blocks.
         catalog: what is where; owned from here on.
-        lower_tiers: names, fastest first.
         namespace: given the generation, returns the namespace, or None while it
             cannot be known yet.
         clock: monotonic seconds.
@@ -103,22 +101,24 @@ class SchedulerHalf:
         )
         self._shared = SharedLookup(geometry, catalog, clock, self.counts)
         self.gate = Gate(self.options.load_policy)
-        self._bytes_per_token = sum(
-            g.padded_block_bytes / g.block_tokens
-            for g in geometry.groups
-            if g.kind is not GroupKind.RECURRENT
+        self._tier_states = TierStates(catalog, self._shared, n_ranks, clock)
+        self._admission = Admission(
+            geometry,
+            catalog,
+            self._lookup,
+            self._shared,
+            self.gate,
+            self._auditor,
+            self.counts,
+            clock,
+            lookup_deadline_s=self.options.lookup_deadline_s,
         )
         self._trackers: dict[str, Tracker] = {}
         self._job_id = 0
         self._generation = 0
         self._cancels: list[int] = []
         self._touches: dict[str, list[bytes]] = {}
-        self._incomplete: set[tuple[str, int]] = {
-            (tier, rank) for tier in catalog.tiers for rank in range(n_ranks)
-        }
-        self._offline: set[tuple[str, int]] = set()
         self._ready_pages = [0] * n_ranks
-        self._index_wait_until_s: float | None = None
         self._told: dict[str, int] = {}
 
     # -- device blocks -------------------------------------------------------
@@ -168,98 +168,14 @@ class SchedulerHalf:
         tracker.local_tokens = local_tokens
         tracker.hit_tokens = local_tokens
         tracker.counted = False
-        refusal = self._refusal(tracker)
-        if refusal is not None:
-            tracker.reason = refusal
-            return 0, False
-        if self._starting():
+        if self._tier_states.starting() and self._admission.refusal(tracker) is None:
             return None, False
-        hashes = tracker.hashes
-        limit = self._lookup.limit_tokens(request.num_tokens)
-        self._shared.take()
-        hit = self._lookup.find(hashes, local_tokens, limit)
-        if hit.tokens < limit and self._ask_shared(tracker, hashes, hit.tokens, limit):
+        hit = self._admission.find(tracker, local_tokens)
+        if hit is None:
             return None, False
         tracker.reason = hit.reason
-        if hit.tokens > local_tokens:
-            hit = self._gated(hashes, local_tokens, hit, tracker)
-        if hit.tokens <= local_tokens:
-            return 0, False
-        loading = self._others_load(hashes, local_tokens, hit.tokens)
-        if loading and self._may_ask_again(tracker, SHARED_LOAD_WAIT_S):
-            return None, False
-        tracker.asked_since_s = None
-        if self._auditor.wants(tracker.audit, local_tokens, hit.tokens):
-            tracker.reason = MissReason.AUDIT
-            hit = Hit(local_tokens, MissReason.AUDIT)
         tracker.hit_tokens = hit.tokens
         return hit.tokens - local_tokens, hit.tokens > local_tokens
-
-    def _refusal(self, tracker: Tracker) -> MissReason | None:
-        """Return why this request is not served at all, or None."""
-        skips = getattr(tracker.request, "skip_reading_prefix_cache", False)
-        if skips or not tracker.options.read or self.gate.policy == "never":
-            return MissReason.NOT_READ
-        if tracker.failures >= MAX_LOAD_FAILURES:
-            return MissReason.LOAD_FAILED
-        return None
-
-    def _ask_shared(
-        self, tracker: Tracker, hashes: Sequence[bytes], covered_tokens: int, limit_tokens: int
-    ) -> bool:
-        """Ask the shared tiers once an admission; True while their answer is worth waiting for."""
-        if not self._shared.active:
-            return False
-        ticket = tracker.request.request_id
-        if not tracker.probed:
-            tracker.probed = True
-            tracker.asked_since_s = None
-            if not self._shared.ask(ticket, hashes, covered_tokens, limit_tokens):
-                return False
-        if not self._shared.open(ticket):
-            return False
-        if self._may_ask_again(tracker, self.options.lookup_deadline_s):
-            return True
-        self._shared.forget(ticket)
-        self.counts.add("lookups_late")
-        return False
-
-    def _gated(self, hashes: Sequence[bytes], local_tokens: int, hit: Hit, tracker: Tracker) -> Hit:
-        """Cut a hit to the length that pays."""
-        n_tokens = hit.tokens - local_tokens
-        if not self.gate.doubts(n_tokens, int(n_tokens * self._bytes_per_token)):
-            return hit
-        spans = self._lookup.sources(hashes, local_tokens, hit.tokens)
-        end = local_tokens
-        for tier, tokens in spans:
-            n = tokens - end
-            if not self.gate.pays(tier, n, int(n * self._bytes_per_token)):
-                self.counts.add("gate_cut_tokens", hit.tokens - end)
-                tracker.reason = MissReason.GATE
-                if end <= local_tokens:
-                    return Hit(local_tokens, MissReason.GATE)
-                return self._lookup.find(hashes, local_tokens, end)
-            end = tokens
-        return hit
-
-    def _indexing(self) -> bool:
-        return bool(self._incomplete - self._offline)
-
-    def _may_ask_again(self, tracker: Tracker, wait_s: float) -> bool:
-        now_s = self._clock()
-        if tracker.asked_since_s is None:
-            tracker.asked_since_s = now_s
-        return now_s - tracker.asked_since_s < wait_s
-
-    def _others_load(self, hashes: Sequence[bytes], local_tokens: int, tokens: int) -> bool:
-        """Whether another request brings the next chunk to RAM and the device right now."""
-        chunk, unit = self.geometry.chunk_tokens, self.geometry.hash_block_tokens
-        end = min((local_tokens // chunk + 1) * chunk, tokens // unit * unit)
-        for group in self.geometry.groups:
-            entry = self.catalog.get(hashes[end // unit - 1] + bytes((group.group_id,)))
-            if entry is not None and entry.ram is RamState.FILLING and entry.loads:
-                return True
-        return False
 
     def admitted(self, request: Any, blocks: Any, external_tokens: int) -> None:
         """Answer `update_state_after_alloc`: plan the load of exactly ``external_tokens``."""
@@ -397,7 +313,7 @@ class SchedulerHalf:
         if self._namespace is not None and shared.open_probers is not None:
             self._shared.set_probers(shared.open_probers(self._namespace))
             if self._namespace.shared_digest is None:  # those tiers will not be heard of
-                self._incomplete = {p for p in self._incomplete if p[0] not in shared.tiers}
+                self._tier_states.never_mind(shared.tiers)
         return self._namespace
 
     def _plan_saves(self, scheduler_output: Any, tracker: Tracker, n_scheduled: int) -> None:
@@ -443,7 +359,7 @@ class SchedulerHalf:
         elif isinstance(event, AuditDone):
             self._auditor.settle(event)
         elif isinstance(event, TierNews):
-            self._settle_news(event, report)
+            self._tier_states.settle(event, report)
 
     def _settle_load(self, outcome: LoadOutcome) -> None:
         tracker = self._trackers.get(outcome.job.request_id)
@@ -470,27 +386,6 @@ class SchedulerHalf:
         for tier, keys in lost.items():
             self._shared.missed(tier, keys, unread.get(tier, ()))
 
-    def _settle_news(self, news: TierNews, report: RankReport) -> None:
-        place = (news.tier, report.rank)
-        if news.reset:
-            self.catalog.forget_tier(news.tier, report.holder)
-            self._index_wait_until_s = None
-        for key in news.removed:
-            self.catalog.tier_removed(news.tier, key, report.holder)
-        for key in news.added:
-            self.catalog.tier_added(news.tier, key, report.holder)
-        self._shared.learned(news.tier, news.added)
-        if news.complete:
-            self._incomplete.discard(place)
-        elif news.reset:
-            self._incomplete.add(place)
-        if news.online == (place in self._offline):
-            (self._offline.discard if news.online else self._offline.add)(place)
-            offline = any(tier == news.tier for tier, _ in self._offline)
-            self.catalog.set_offline(news.tier, offline)
-            if not offline:
-                self._shared.doubt(news.tier)
-
     def reset(self) -> None:
         """Forget everything: no byte computed or stored before is served or written after."""
         if self._namespace is not None and self.options.shared.clear is not None:
@@ -512,16 +407,7 @@ class SchedulerHalf:
             or self._auditor.waiting
         ):
             return True
-        return self._starting()
-
-    def _starting(self) -> bool:
-        """Whether the tiers' indexes are still being read, so that the first lookup hits."""
-        if not self._indexing():
-            return False
-        now_s = self._clock()
-        if self._index_wait_until_s is None:
-            self._index_wait_until_s = now_s + INDEX_WAIT_S
-        return now_s < self._index_wait_until_s
+        return self._tier_states.starting()
 
     def frees_soon(self) -> bool:
         """Answer `has_pending_block_frees`: whether saves in flight will free device blocks."""

@@ -6,14 +6,14 @@ import logging
 import pickle
 import random
 import time
-from collections import Counter
+from collections import Counter, deque
 from contextlib import ExitStack
 from types import SimpleNamespace
 from unittest import mock
 
 import numpy as np
 
-from kvtier.connector import scheduler as scheduler_module
+from kvtier.connector import tier_states as tier_states_module
 from kvtier.connector import worker as worker_module
 from kvtier.connector.geometry import Geometry, GroupGeometry, GroupKind
 from kvtier.connector.plan import NamespaceInfo
@@ -98,6 +98,7 @@ class World:
             [rng.randrange(1000) for _ in range(rng.randrange(60, 220))] for _ in range(3)
         ]
         self.n_requests = 0
+        self.history: deque[Request] = deque(maxlen=6)
         self.stats: Counter = Counter()
         self.speed = rng.choice([3, 10, 30, 100])  # of the threads, beside the engine's steps
         self._stack = ExitStack()
@@ -124,7 +125,7 @@ class World:
             (worker_module, "IDLE_WAIT_S", 0.0),
             (transfer_module, "threading", shim),
             (transfer_module, "time", quick),
-            (scheduler_module, "INDEX_WAIT_S", 3.0),
+            (tier_states_module, "INDEX_WAIT_S", 3.0),
         ):
             self._stack.enter_context(mock.patch.object(module, name, value))
 
@@ -132,7 +133,8 @@ class World:
         rng, geometry = self.rng, self.geometry
         has_ram = not self.tier_names or rng.random() < 0.85
         slot = max(geometry.chunk_blocks(g) for g in geometry.groups)
-        staging = slot * rng.randrange(1, 4)
+        self.n_slots = rng.randrange(1, 4)
+        staging = slot * self.n_slots
         pages = slot * rng.choice([1, 3, 8, 20, 40]) + rng.randrange(slot)
         through = tuple(t for t in self.tier_names if rng.random() < 0.8)
         back = tuple(t for t in self.tier_names if t not in through)
@@ -197,9 +199,16 @@ class World:
 
     def _arrive(self):
         rng = self.rng
-        base = rng.choice(self.documents)
-        tokens = base[: rng.randrange(1, len(base) + 1)] if rng.random() < 0.3 else list(base)
-        tokens += [rng.randrange(1000) for _ in range(rng.randrange(1, 40))]
+        if self.history and rng.random() < 0.5:  # a session's next turn, or the same once more
+            tokens = list(rng.choice(self.history).tokens)
+            unit = self.geometry.scheduler_block_tokens
+            if rng.random() < 0.3:
+                tokens = tokens[: max(unit, len(tokens) // unit * unit)]
+        else:
+            base = rng.choice(self.documents)
+            tokens = base[: rng.randrange(1, len(base) + 1)] if rng.random() < 0.3 else list(base)
+        if rng.random() < 0.8:
+            tokens += [rng.randrange(1000) for _ in range(rng.randrange(1, 40))]
         used = [r.request_id for r in self.engine.requests.values()]
         name = f"r{rng.randrange(6)}" if rng.random() < 0.2 else f"n{self.n_requests}"
         if name in used:
@@ -215,6 +224,7 @@ class World:
             kv_transfer_params={"kvtier": {"store": False}} if rng.random() < 0.05 else None,
         )
         self.engine.add(request)
+        self.history.append(request)
 
     def _reset(self):
         """Weights change: everything running is preempted, everything cached is void."""
@@ -485,6 +495,8 @@ class World:
         assert len(self.engine.pool.free) == self.geometry.num_blocks - 1
         assert not self.engine.loading
         assert not self.half._trackers
+        for worker in self.workers:
+            assert len(worker.transfer._staging._slots) == self.n_slots, "a staging slot is lost"
         for job_id, kind in self.opened.items():
             for rank in range(self.n_ranks):
                 ends = ("copied", "end") if kind == "save" else ("done", "end")

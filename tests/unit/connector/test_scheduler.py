@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from kvtier.connector import scheduler as scheduler_module
+from kvtier.connector.admission import SHARED_LOAD_WAIT_S
 from kvtier.connector.plan import RankReport
 from kvtier.connector.save_planner import WritePolicy
+from kvtier.connector.tier_states import INDEX_WAIT_S
 from kvtier.storage.catalog import RAM
 from kvtier.storage.jobs import ChunkStatus, LoadDone, LoadRetired, TierNews
 
@@ -292,7 +293,7 @@ def test_same_prefix_while_it_loads_too_long():
     half.plan()
     other = request_of("b", 200)
     assert half.half.lookup(other, 0) == (None, False)
-    half.clock.advance(scheduler_module.SHARED_LOAD_WAIT_S + 1)
+    half.clock.advance(SHARED_LOAD_WAIT_S + 1)
     assert half.half.lookup(other, 0) == (192, True)
     half.admit(other, 192)
     assert [c.pages is None for c in the_load(half).chunks] == [True] * 3
@@ -329,7 +330,7 @@ def test_the_index_is_waited_for_once():
     """An index that is not read in time holds the engine up once, not every request anew."""
     half = unread_index()
     assert half.half.lookup(request_of("a", 200), 0) == (None, False)
-    half.clock.advance(scheduler_module.INDEX_WAIT_S + 0.1)
+    half.clock.advance(INDEX_WAIT_S + 0.1)
     for name in "abc":
         assert half.half.lookup(request_of(name, 200), 0) == (0, False)
     assert not half.half.pending()

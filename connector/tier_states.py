@@ -1,0 +1,69 @@
+"""What the workers say of their lower tiers: index complete, online, what came and went.
+
+Scheduler thread only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+
+from ..storage.catalog import Catalog
+from ..storage.jobs import TierNews
+from .plan import RankReport
+from .shared_lookup import SharedLookup
+
+INDEX_WAIT_S = 10.0  # longest wait for the tiers' indexes, all lookups together
+
+
+class TierStates:
+    """Keeps the catalog in step with every rank's tiers.
+
+    Args:
+        shared: is told what a shared tier was found to hold, and when to doubt it.
+        clock: monotonic seconds.
+    """
+
+    def __init__(
+        self, catalog: Catalog, shared: SharedLookup, n_ranks: int, clock: Callable[[], float]
+    ) -> None:
+        self._catalog = catalog
+        self._shared = shared
+        self._clock = clock
+        self._incomplete = {(tier, rank) for tier in catalog.tiers for rank in range(n_ranks)}
+        self._offline: set[tuple[str, int]] = set()
+        self._wait_until_s: float | None = None
+
+    def settle(self, news: TierNews, report: RankReport) -> None:
+        """Take in what one rank says of one tier."""
+        place = (news.tier, report.rank)
+        if news.reset:
+            self._catalog.forget_tier(news.tier, report.holder)
+            self._wait_until_s = None
+        for key in news.removed:
+            self._catalog.tier_removed(news.tier, key, report.holder)
+        for key in news.added:
+            self._catalog.tier_added(news.tier, key, report.holder)
+        self._shared.learned(news.tier, news.added)
+        if news.complete:
+            self._incomplete.discard(place)
+        elif news.reset:
+            self._incomplete.add(place)
+        if news.online == (place in self._offline):
+            (self._offline.discard if news.online else self._offline.add)(place)
+            offline = any(tier == news.tier for tier, _ in self._offline)
+            self._catalog.set_offline(news.tier, offline)
+            if not offline:
+                self._shared.doubt(news.tier)
+
+    def never_mind(self, tiers: Collection[str]) -> None:
+        """Nothing will be heard of these tiers: do not wait for them."""
+        self._incomplete = {place for place in self._incomplete if place[0] not in tiers}
+
+    def starting(self) -> bool:
+        """Whether indexes are still being read, for a bounded time, so that first lookups hit."""
+        if not self._incomplete - self._offline:
+            return False
+        now_s = self._clock()
+        if self._wait_until_s is None:
+            self._wait_until_s = now_s + INDEX_WAIT_S
+        return now_s < self._wait_until_s
