@@ -1,0 +1,327 @@
+"""Redis below a real engine: shared with another one, and with every fault in mid-traffic.
+
+Truth is an engine without any KV cache of ours. All requests run alone.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+import kvtier.connector.assembly as assembly
+import kvtier.connector.prober as prober
+import kvtier.connector.shared_epoch as shared_epoch
+from kvtier.storage.link import LinkLimits
+
+from . import models, redis_faults
+from .harness import FLOAT32_TOLERANCE, Answer, Engine, prompt
+from .redis_faults import Store
+
+PROMPT_TOKENS = 700
+CHUNK = 128
+N_WHOLE = PROMPT_TOKENS // CHUNK * CHUNK
+DEADLINE_S = 2.0
+SLACK_S = 4.0  # of a machine that others use
+ANSWER_TOKENS = 4
+MIDDLE_BYTES = 900_000  # of 2.5 MB a prompt
+
+FAULTS = (
+    redis_faults.Killed,
+    redis_faults.ClientKill,
+    redis_faults.Refused,
+    redis_faults.Silent,
+    redis_faults.Slow,
+    redis_faults.Evicting,
+    redis_faults.Full,
+    redis_faults.TenBytes,
+    redis_faults.AList,
+    redis_faults.RandomBytes,
+    redis_faults.StripeGone,
+)
+OUTAGES = FAULTS[:5]
+RUNNING: list[Engine] = []
+SEEDS = {f"{way}-{fault.__name__}": 100 + 2 * i + j
+         for i, fault in enumerate(FAULTS) for j, way in enumerate(("load", "save"))}  # fmt: skip
+SEEDS.update(shared=300, gone=301, reset=302, unreachable=303, policy=304, monitor=305, start=306)
+
+
+def settings(url, **more):
+    return {
+        "redis": url,
+        "redis_codec": "raw",
+        "redis_stripe": "64KiB",
+        "redis_timeout": 1.0,
+        "redis_connect_timeout": 1.0,
+        "load_policy": "always",
+        "load_deadline": DEADLINE_S,
+        "lookup_deadline_ms": 500,
+        "chunk_tokens": CHUNK,
+        "staging": "8MiB",
+        **more,
+    }
+
+
+@pytest.fixture(scope="module")
+def patched():
+    """Back-offs of tenths of seconds, so that healing is not waited for."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(
+            assembly, "_link_limits", lambda _: LinkLimits(min_backoff_s=0.1, max_backoff_s=0.3)
+        )
+        for module in (prober, shared_epoch):
+            patch.setattr(module, "MIN_BACKOFF_S", 0.1)
+            patch.setattr(module, "MAX_BACKOFF_S", 0.3)
+        yield patch
+
+
+@pytest.fixture(scope="module")
+def other():
+    """Another engine, in a process of its own, started beside everything else."""
+    store = Store()
+    child = subprocess.Popen(
+        [sys.executable, "-m", "tests.engine.redis_child", store.wall.url],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
+        cwd=Path(__file__).parents[2],
+    )
+    yield store, child
+    child.kill()
+    child.communicate()
+    store.close()
+
+
+@pytest.fixture(scope="module")
+def truth(patched, other):
+    with Engine(models.LLAMA) as plain:
+        return {
+            name: plain.ask(prompt(PROMPT_TOKENS, seed), ANSWER_TOKENS)
+            for name, seed in SEEDS.items()
+        }
+
+
+@pytest.fixture(scope="module")
+def store():
+    store = Store()
+    yield store
+    store.close()
+
+
+class Subject:
+    """An engine over Redis and the truth beside it."""
+
+    def __init__(self, engine, truth):
+        self.engine = engine
+        self.truth = truth
+
+    def ask(self, name):
+        """Ask with an empty device cache; the answer must be right and in time."""
+        self.engine.forget()
+        begin_s = time.monotonic()
+        answer = self.engine.ask(prompt(PROMPT_TOKENS, SEEDS[name]), ANSWER_TOKENS)
+        took_s = time.monotonic() - begin_s
+        assert answer.distance(self.truth[name]) <= FLOAT32_TOLERANCE
+        assert took_s < DEADLINE_S + SLACK_S
+        return answer.restored_tokens
+
+    def ask_until_restored(self, name, n_tokens=N_WHOLE, limit_s=20.0):
+        """Ask again and again, always right, until so much comes from Redis."""
+        end_s = time.monotonic() + limit_s
+        while (restored := self.ask(name)) < n_tokens:
+            assert time.monotonic() < end_s, f"only {restored} tokens come back"
+            time.sleep(0.05)
+
+
+def our_threads():
+    return sorted(t.name for t in threading.enumerate() if t.name.startswith("kvtier"))
+
+
+@pytest.fixture(scope="module")
+def engine(truth, store):
+    with Engine(models.LLAMA, settings(store.wall.url)) as engine:
+        RUNNING.append(engine)
+        subject = Subject(engine, truth)
+        subject.ask("start")  # starts the threads
+        engine.drain()
+        engine.threads_at_start = our_threads()
+        yield subject
+
+
+@pytest.fixture
+def alone(truth):
+    """No other engine in this process: there can be only one."""
+    while RUNNING:
+        RUNNING.pop().close()
+    return truth
+
+
+@pytest.mark.parametrize("kind", FAULTS, ids=lambda kind: kind.__name__)
+def test_a_fault_during_a_load(engine, store, kind):
+    """The request ends in time with the right tokens; afterwards hits come back by themselves."""
+    name, fault = f"load-{kind.__name__}", kind(store)
+    store.empty()
+    engine.ask(name)
+    engine.engine.drain()
+    if isinstance(fault, redis_faults.Damage):
+        fault.strike()
+    else:
+        store.wall.arm("down", MIDDLE_BYTES, fault.strike)
+    try:
+        engine.ask(name)
+        assert not store.wall.armed, "the fault never struck"
+        if kind in OUTAGES:
+            engine.ask(name)
+    finally:
+        fault.mend()
+    engine.ask_until_restored(name)
+    assert not store.forbidden()
+
+
+@pytest.mark.parametrize("kind", FAULTS, ids=lambda kind: kind.__name__)
+def test_a_fault_during_a_save(engine, store, kind):
+    """Nothing of a save that went wrong is ever served; later saves go through."""
+    name, fault = f"save-{kind.__name__}", kind(store)
+    store.empty()
+    store.wall.arm("up", MIDDLE_BYTES, fault.strike)
+    try:
+        engine.ask(name)
+        engine.engine.drain()
+        assert not store.wall.armed, "the fault never struck"
+        engine.ask(name)
+    finally:
+        fault.mend()
+    engine.ask_until_restored(name)
+
+
+def test_nothing_is_left_of_the_faults(engine):
+    """After all of them no page, block, job or thread is held, and the catalog is sound."""
+    engine.engine.assert_clean()
+    assert our_threads() == engine.engine.threads_at_start
+
+
+def test_a_reset_reaches_redis_and_leaves_foreign_keys(engine, store, caplog):
+    """MONITOR sees no KEYS and no FLUSH; old records are found no more and then deleted."""
+    store.empty()
+    foreign = [b"kvtier", b"kvtier2:x", b"kvtierx:y", b"other", b"kvtier:nothing-of-ours"]
+    with store.server.client() as client:
+        for key in foreign:
+            client.set(key, "mine")
+        seen = []
+        ready = threading.Event()
+
+        def watch():
+            with client.monitor() as monitor:
+                ready.set()
+                for entry in monitor.listen():
+                    seen.append(entry["command"].split()[0].upper())
+                    if seen[-1] == "ECHO":
+                        return
+
+        watcher = threading.Thread(target=watch)
+        watcher.start()
+        assert ready.wait(10)
+        engine.ask_until_restored("reset")
+        old = set(client.scan_iter("kvtier:*")) - set(foreign)
+        assert engine.engine.connector.reset_cache() is True
+        assert engine.ask("reset") == 0
+        engine.ask_until_restored("reset")
+        end_s = time.monotonic() + 15
+        while any(b":r0:" in key for key in old & set(client.scan_iter("*"))):
+            assert time.monotonic() < end_s, "old records stay"
+            time.sleep(0.05)
+        assert [client.get(key) for key in foreign] == [b"mine"] * len(foreign)
+        assert [client.get(key) for key in client.scan_iter("kvtier:epoch:*")] == [b"1"]
+        client.echo("end")
+        watcher.join(10)
+    assert {"SET", "GET", "EXISTS", "UNLINK", "SCAN", "INCR"} <= set(seen)
+    assert not {name for name in seen if name == "KEYS" or name.startswith("FLUSH")}
+
+
+def test_a_reset_that_does_not_reach_redis_says_so(engine, store, caplog):
+    """Then Redis is left alone until it answers; old records are never served again."""
+    engine.ask_until_restored("unreachable")
+    store.wall.refuse()
+    with caplog.at_level(logging.ERROR, "kvtier"):
+        logging.getLogger("kvtier").addHandler(caplog.handler)
+        assert engine.engine.connector.reset_cache() is False
+        logging.getLogger("kvtier").removeHandler(caplog.handler)
+    assert "not cleared" in caplog.text
+    assert engine.ask("unreachable") == 0
+    store.wall.listen_again()
+    time.sleep(1.0)
+    assert engine.ask("unreachable") == 0
+    engine.ask_until_restored("unreachable")
+
+
+def answers_of(child, *names):
+    child.stdin.write(json.dumps([SEEDS[name] for name in names]) + "\n")
+    child.stdin.flush()
+    lines = [child.stdout.readline() for _ in names]
+    return [_answer(json.loads(line)) for line in lines]
+
+
+def _answer(told):
+    rows = tuple(tuple(row) for row in told["logprobs"])
+    return Answer(**{**told, "tokens": tuple(told["tokens"]), "logprobs": rows})
+
+
+def test_two_engines_share_a_server(alone, truth, other):
+    """What one process computed another restores as if computed, also when the first is gone."""
+    store, child = other
+    for name, answer in zip(("shared", "gone"), answers_of(child, "shared", "gone"), strict=True):
+        assert answer.distance(truth[name]) <= FLOAT32_TOLERANCE
+        assert answer.restored_tokens == 0
+    with Engine(models.LLAMA, settings(store.wall.url)) as second:
+        subject = Subject(second, truth)
+        assert subject.ask("shared") >= N_WHOLE
+        assert second.sources() == {"redis": subject.ask("shared")}
+        child.send_signal(signal.SIGKILL)
+        child.wait(10)
+        assert subject.ask("gone") >= N_WHOLE
+        second.assert_clean()
+
+
+def test_a_server_that_is_dead_at_the_start_is_used_when_it_comes(alone, truth):
+    """An engine starts without its Redis, answers, and shares as soon as the server is there."""
+    store = Store()
+    store.wall.refuse()
+    with Engine(models.LLAMA, settings(store.wall.url, ram="16MiB")) as engine:
+        subject = Subject(engine, truth)
+        assert subject.ask("start") == 0
+        assert subject.ask("start") >= N_WHOLE  # from RAM
+        store.wall.listen_again()
+        end_s = time.monotonic() + 20
+        with store.server.client() as client:
+            while not list(client.scan_iter("kvtier:*:h")):
+                assert time.monotonic() < end_s
+                subject.ask("start")
+                engine.connector.scheduler_half.catalog.clear()
+    store.close()
+
+
+def test_write_back_writes_what_ram_gives_up(alone, truth):
+    """With "back" Redis sees nothing until RAM is short of room; then nothing is lost."""
+    store = Store()
+    names = list(SEEDS)[:6]
+    more = {"redis_write": "back", "ram": "10MiB", "staging": "4MiB"}
+    with Engine(models.LLAMA, settings(store.wall.url, **more)) as engine:
+        subject = Subject(engine, truth)
+        subject.ask(names[0])
+        engine.drain()
+        with store.server.client() as client:
+            assert not list(client.scan_iter("kvtier:*:h"))
+        for name in names[1:]:
+            subject.ask(name)
+            engine.drain()
+        assert subject.ask(names[0]) >= N_WHOLE
+        assert "redis" in engine.sources()
+    store.close()
