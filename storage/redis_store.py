@@ -10,8 +10,8 @@ import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from .errors import DamageReason, KVTierError, RecordDamaged, RecordMissing
-from .key import parse_key_name
+from .errors import DamageReason, RecordDamaged, RecordMissing
+from .key import chunk_key
 from .redis import RedisTier
 from .redis_ask import Question, ask, ask_node
 from .redis_layout import HEAD_BYTES, Head, Names, escape_glob, parse_head
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 _VALUE = re.compile(
     rb"(?P<namespace>[0-9a-f]{32}):r(?P<rank>\d{1,9}):"
-    rb"\{(?P<hash>[0-9a-f]+)\}-(?P<group>g\d{1,3}):(?:h|(?P<generation>[0-9a-f]{16}):\d{1,5})"
+    rb"\{(?P<hash>(?:[0-9a-f]{2}){8,64})\}-(?P<group>g(?:0|[1-9]\d{0,2})):(?:h|(?P<generation>[0-9a-f]{16}):\d{1,5})"
 )
 _LOOSE_AFTER_S = 60  # a record's stripes come before its head
 _BATCH = 64
@@ -227,10 +227,10 @@ class RedisStore:
         match = self._value(name)
         if match is None or match["generation"]:
             return None
-        try:
-            key = parse_key_name(f"{match['hash'].decode()}-{match['group'].decode()}")
-        except KVTierError:
+        group = int(match["group"][1:])
+        if group > 255:
             return None
+        key = chunk_key(bytes.fromhex(match["hash"].decode()), group)
         return Shard(bytes.fromhex(match["namespace"].decode()), int(match["rank"])), key
 
     def _is_old(self, name: bytes) -> bool:

@@ -206,7 +206,7 @@ class Store(ABC):
 
     @abstractmethod
     def current_epoch(self, description: Mapping[str, Any]) -> int | None:
-        """Return the cache epoch that engines of this description use now; None: not kept here."""
+        """Return the cache epoch that engines of this description use; None: no engine's."""
 
     @abstractmethod
     def tier(self, namespace: bytes, rank: int) -> Tier:

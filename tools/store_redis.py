@@ -187,9 +187,13 @@ class RedisServerStore(Store):
             for name in self._store.loose_stripes()
         ]
 
-    def current_epoch(self, description: Mapping[str, Any]) -> int | None:  # noqa: ARG002
-        """Return None: engines without a disk tier keep their epoch in memory."""
-        return None
+    def current_epoch(self, description: Mapping[str, Any]) -> int | None:
+        """Ask for the epoch that a clear raised; see `Store.current_epoch`."""
+        from ..storage.redis_epoch import read_epoch
+        from .store_words import base_digest
+
+        digest = base_digest(description)
+        return None if digest is None else read_epoch(self._settings, digest)
 
     def tier(self, namespace: bytes, rank: int) -> RedisTier:
         """Open a tier; see `Store.tier`."""

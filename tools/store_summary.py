@@ -203,7 +203,10 @@ def _sample(store: Store, namespace: bytes | None, spaces: dict[bytes, SpaceSumm
         seen.add(mark)
         space, rank, key = place
         _of(spaces, space).by_place[key[-1], rank] += 1
-        some.setdefault(space, Reservoir(EXACT_RECORDS)).add(place)
+        reservoir = some.get(space)
+        if reservoir is None:
+            reservoir = some[space] = Reservoir(EXACT_RECORDS)
+        reservoir.add(place)
     wanted: list[tuple[bytes, int, bytes]] = []
     for space, reservoir in some.items():
         kept = reservoir.kept

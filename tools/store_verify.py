@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING, Any
 from ..storage.errors import DamageReason, RecordMissing
 from .exit_codes import ExitCode
 from .reporting import CommandError
-from .store_words import base_digest
 
 if TYPE_CHECKING:
     from ..storage.tier import Tier
@@ -120,27 +119,17 @@ class Verification:
 def stale_spaces(store: Store, spaces: list[Space]) -> dict[str, Stale]:
     """Return the namespaces that were cleared, with why no engine asks for them any more.
 
-    A clear raises the cache epoch, which is part of the namespace. The current epoch is kept in
-    a folder; elsewhere the highest among namespaces that agree in all else counts.
+    A clear raises the cache epoch, which is part of the namespace and kept in the store.
     """
-    epochs: dict[str, int] = {}
-    bases: dict[str, str] = {}
-    for space in spaces:
-        base = base_digest(space.description) if space.description else None
-        if base is None or space.description is None:
-            continue
-        bases[space.name] = base
-        kept = store.current_epoch(space.description)
-        own = int(space.description["cache_epoch"])
-        epochs[base] = max(epochs.get(base, 0), own, kept or 0)
     found = {}
     for space in spaces:
-        base = bases.get(space.name)
-        if base is not None and space.description is not None:
-            own = int(space.description["cache_epoch"])
-            if own < epochs[base]:
-                why = f"cleared: of epoch {own}, engines use {epochs[base]}"
-                found[space.name] = Stale(space.name, why)
+        current = store.current_epoch(space.description) if space.description else None
+        if current is None or space.description is None:
+            continue
+        own = int(space.description["cache_epoch"])
+        if own < current:
+            why = f"cleared: of epoch {own}, engines use {current}"
+            found[space.name] = Stale(space.name, why)
     return found
 
 
