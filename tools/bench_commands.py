@@ -7,8 +7,8 @@ from typing import Annotated, Any, Optional
 
 import typer
 
-from .exit_codes import EXIT_CODES_HELP
-from .reporting import note, print_json, reported, table
+from .exit_codes import EXIT_CODES_HELP, ExitCode
+from .reporting import finish, note, print_json, reported, table
 
 bench = typer.Typer(
     help="Measure parts of kvtier, as ratios taken in one run.", no_args_is_help=True
@@ -129,3 +129,12 @@ def device(
     options = Options(device=ordinal, volume_bytes=int(gib * GIB), repeats=rounds)
     result = bench_device.run(options, _say)
     print_json(result) if as_json else _rows(bench_device.bar_rows(result))
+
+
+@bench.command(epilog=EXIT_CODES_HELP)
+@reported
+def redis(as_json: Json = False) -> None:
+    """Verified records through a Redis of its own: against plain sockets and redis-py."""
+    from . import bench_redis
+
+    finish(ExitCode(bench_redis.run(as_json)))

@@ -19,6 +19,7 @@ import pytest
 import kvtier.connector.assembly as assembly
 import kvtier.connector.prober as prober
 import kvtier.connector.shared_epoch as shared_epoch
+import kvtier.connector.shared_tiers as shared_tiers
 from kvtier.storage.link import LinkLimits
 
 from . import models, redis_faults
@@ -288,6 +289,22 @@ def test_two_engines_share_a_server(alone, truth, other):
         child.wait(10)
         assert subject.ask("gone") >= N_WHOLE
         second.assert_clean()
+
+
+def test_a_reset_outlives_the_engine(alone, truth, monkeypatch):
+    """Even where the old records are still there, an engine that starts later finds none."""
+    monkeypatch.setattr(shared_tiers, "clear_in_background", lambda *_: None)
+    store = Store()
+    with Engine(models.LLAMA, settings(store.wall.url)) as engine:
+        Subject(engine, truth).ask_until_restored("start")
+        assert engine.connector.reset_cache() is True
+    with store.server.client() as client:
+        assert list(client.scan_iter("kvtier:*:h"))
+    with Engine(models.LLAMA, settings(store.wall.url)) as engine:
+        subject = Subject(engine, truth)
+        assert subject.ask("start") == 0
+        subject.ask_until_restored("start")
+    store.close()
 
 
 def test_a_server_that_is_dead_at_the_start_is_used_when_it_comes(alone, truth):
