@@ -50,9 +50,9 @@ class Family:
     @property
     def lengths(self):
         b, c = self.block, CHUNK_TOKENS
-        lengths = {b - 1, b, b + 1, c - 1, c, c + 1, 2 * c + 1, 700}
+        lengths = {b - 1, b, b + 1, c - 1, c, c + 1, 700}
         if not self.recurrent:  # bfloat16 is slow here
-            lengths |= {2 * b, c + 3 * b + 17, 2 * c}
+            lengths |= {c + 3 * b + 17, 2 * c}
         return sorted(lengths)
 
     def engine(self, kvtier=None, **more):

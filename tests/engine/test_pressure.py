@@ -13,7 +13,7 @@ from .harness import FLOAT32_TOLERANCE, Engine, damaged_ram, prompt
 
 SHARED = prompt(290, 1)
 PROMPTS = [SHARED + prompt(410, 2), SHARED + prompt(37, 3), prompt(513, 4), SHARED[:257]]
-N = 44
+N = 40
 
 
 class Squeeze:
