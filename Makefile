@@ -20,7 +20,7 @@ export VLLM_CPU_KVCACHE_SPACE ?= 1
 export HF_HUB_OFFLINE ?= 1
 export VLLM_NO_USAGE_STATS ?= 1
 
-.PHONY: help install demo test test-gpu lint bench clean
+.PHONY: help install demo test test-gpu torture lint bench clean
 .DEFAULT_GOAL := help
 
 help: ## show the targets
@@ -36,6 +36,10 @@ test: lint $(VENV)/.model ## lint, then every test
 
 test-gpu: ## what needs a CUDA device, with GPU_PYTHON (default python3: torch with CUDA, triton, pytest)
 	PYTHON=$${GPU_PYTHON:-python3} tests/gpu/run.sh
+
+torture: $(VENV)/.test ## the long forms: 500 killed writers, 2,000 simulated engines (an hour)
+	KVTIER_SIM_SEEDS=$${KVTIER_SIM_SEEDS:-2000} $(BIN)/python -m pytest -m 'torture or not torture' \
+	  tests/property/storage tests/sim $(PYTEST_FLAGS)
 
 lint: $(VENV)/.test ## style, types and the direction of imports
 	$(BIN)/ruff check .
