@@ -13,8 +13,9 @@ from dataclasses import dataclass, replace
 
 from ..storage.jobs import AuditJob, Event, LoadDone, SaveJob
 from ..storage.ram import Arena
+from ..storage.staging import Staging
 from ..storage.tier import Tier
-from ..storage.transfer import Staging, Transfer, TransferLimits
+from ..storage.transfer import Transfer, TransferLimits
 from .audit_worker import AuditRunner, AuditSetup
 from .mover import Mover
 from .plan import NamespaceInfo, Plan, RankReport

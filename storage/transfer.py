@@ -17,17 +17,16 @@ from __future__ import annotations
 
 import logging
 import threading
-import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from .counts import Counts
+from .device import BlockMover, CopyTicket, Ids, Pages, wait_fenced
 from .errors import KVTierError
 from .jobs import (
     ChunkStatus,
@@ -36,14 +35,14 @@ from .jobs import (
     LoadDone,
     LoadJob,
     SaveChunk,
-    SaveCopied,
     SaveJob,
-    SaveRetired,
     TierNews,
 )
 from .lanes import Lane
 from .link import LinkLimits, TierLink
 from .loading import LoadState
+from .saving import SaveState
+from .staging import Staging
 from .tier import RecordSpec, Tier
 
 logger = logging.getLogger("kvtier.transfer")
@@ -52,35 +51,6 @@ RAM_BATCH_BYTES = 64 << 20
 NEWS_EVERY_S = 0.1
 COPY_TIMEOUT_S = 120.0
 STOP_S = 2.0
-
-Ids = npt.NDArray[np.int64]
-
-
-class CopyTicket(Protocol):
-    """A copy under way."""
-
-    def wait(self, timeout_s: float) -> None:
-        """Block until the copy is complete; raises when it failed."""
-
-    def fenced(self) -> bool:
-        """Whether no byte of the copy can move any more; never blocks."""
-
-
-class BlockMover(Protocol):
-    """Copies whole blocks between the device and RAM pages; see `kvtier.connector.mover`."""
-
-    def save(self, group: int, block_ids: Ids, page_ids: Ids, after: Any = None) -> CopyTicket:
-        """Device blocks to RAM pages."""
-
-    def load(self, group: int, block_ids: Ids, page_ids: Ids, after: Any = None) -> CopyTicket:
-        """RAM pages to device blocks."""
-
-
-class Pages(Protocol):
-    """RAM pages; see `kvtier.storage.ram`."""
-
-    def buffers(self, page_ids: Any, used_bytes: int) -> list[memoryview]:
-        """The first ``used_bytes`` of each page, adjacent pages merged."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,32 +70,6 @@ class TransferLimits:
 
 class TransferClosed(KVTierError):
     """The transfer is shutting down; what had not begun is cancelled."""
-
-
-class Staging:
-    """Slots of pages for loads that got no pages of their own."""
-
-    def __init__(self, page_ids: Sequence[int], pages_per_slot: int) -> None:
-        self._slots: deque[Ids] = deque(
-            np.asarray(page_ids[i : i + pages_per_slot], dtype=np.int64)
-            for i in range(0, len(page_ids) - pages_per_slot + 1, pages_per_slot)
-        )
-        if not self._slots:
-            raise ValueError(f"staging of {len(page_ids)} pages holds no slot of {pages_per_slot}")
-        self._cond = threading.Condition()
-
-    def take(self, timeout_s: float) -> Ids | None:
-        """Return a slot, or None after ``timeout_s``."""
-        with self._cond:
-            if not self._cond.wait_for(lambda: bool(self._slots), max(0.0, timeout_s)):
-                return None
-            return self._slots.popleft()
-
-    def give(self, slot: Ids) -> None:
-        """Give a slot back."""
-        with self._cond:
-            self._slots.append(slot)
-            self._cond.notify()
 
 
 class Transfer:
@@ -162,7 +106,7 @@ class Transfer:
         self._events: deque[Event] = deque()
         self._wake = threading.Condition()
         self._loads: dict[int, LoadState] = {}
-        self._saves: dict[int, _SaveState] = {}
+        self._saves: dict[int, SaveState] = {}
         self._news_at_s = 0.0
         self._closed = False
         self._ram_lane = Lane(
@@ -260,7 +204,7 @@ class Transfer:
 
     def submit_save(self, job: SaveJob, after: Any = None) -> None:
         """Start a save of blocks that are valid once ``after`` (the mover's fence) has passed."""
-        state = _SaveState(job, self._emit)
+        state = SaveState(job, self._emit)
         self._saves[job.job_id] = state
         if not self._copy_lane.offer(partial(self._save, state, after)):
             state.copied(bytes([ChunkStatus.CANCELLED] * len(job.chunks)))
@@ -345,7 +289,7 @@ class Transfer:
             for ticket in tickets:
                 ticket.wait(COPY_TIMEOUT_S)
         except Exception:
-            _wait_fenced(tickets)
+            wait_fenced(tickets)
             logger.exception("kvtier: a copy to the device failed; the request computes instead")
             self.counts.add("load_failed_chunks.device.copy", len(chunks))
             return ChunkStatus.COPY_FAILED
@@ -353,7 +297,7 @@ class Transfer:
 
     # -- running saves (lane threads) --------------------------------------
 
-    def _save(self, state: _SaveState, after: Any) -> None:
+    def _save(self, state: SaveState, after: Any) -> None:
         job = state.job
         begin_s = self._clock()
         n_bytes = 0
@@ -373,7 +317,7 @@ class Transfer:
         except TransferClosed:
             status = ChunkStatus.CANCELLED
         except Exception:
-            _wait_fenced(tickets)
+            wait_fenced(tickets)
             logger.exception("kvtier: a copy from the device failed; its chunks are not kept")
             status = ChunkStatus.COPY_FAILED
             self.counts.add("save_failed_chunks.device", len(job.chunks))
@@ -391,7 +335,7 @@ class Transfer:
         if self._closed:
             raise TransferClosed
 
-    def _write_behind(self, state: _SaveState) -> None:
+    def _write_behind(self, state: SaveState) -> None:
         offered = 0
         links = self._links
         if state.job.generation != self._generation:  # checked after `links` was read
@@ -410,7 +354,7 @@ class Transfer:
                     self.counts.add(f"save_dropped_chunks.{name}.queue_full")
         state.planned(offered)
 
-    def _write(self, state: _SaveState, i: int, chunk: SaveChunk, link: TierLink) -> None:
+    def _write(self, state: SaveState, i: int, chunk: SaveChunk, link: TierLink) -> None:
         used_bytes = self._block_bytes[chunk.group]
         spec = RecordSpec(
             chunk.key, chunk.start_tokens, chunk.end_tokens, len(chunk.pages) * used_bytes
@@ -502,53 +446,6 @@ class Transfer:
             lane.join(stop_s)
         for link in self._links.values():
             link.close(stop_s)
-
-
-class _SaveState:
-    """A save job on its way: copied once, retired when the last write has ended."""
-
-    def __init__(self, job: SaveJob, emit: Callable[[Event], None]) -> None:
-        self.job = job
-        self.retired = False
-        self._emit = emit
-        self._lock = threading.Lock()
-        self._left: int | None = None  # unknown until all writes are planned
-        self._ended = 0
-        self._written: list[tuple[int, str]] = []
-
-    def copied(self, statuses: bytes) -> None:
-        """The device blocks are free to be reused."""
-        self._emit(SaveCopied(self.job.job_id, statuses))
-
-    def planned(self, n_writes: int) -> None:
-        """So many writes were accepted."""
-        with self._lock:
-            self._left = n_writes
-        self._retire_if_over()
-
-    def wrote(self, index: int, tier: str, ok: bool) -> None:
-        """One accepted write has ended."""
-        with self._lock:
-            self._ended += 1
-            if ok:
-                self._written.append((index, tier))
-        self._retire_if_over()
-
-    def _retire_if_over(self) -> None:
-        with self._lock:
-            if self.retired or self._left is None or self._ended < self._left:
-                return
-            self.retired = True
-        self._emit(SaveRetired(self.job.job_id, tuple(self._written)))
-
-
-def _wait_fenced(tickets: Sequence[CopyTicket]) -> None:
-    """Return once no byte of these copies can move any more.
-
-    Without a bound: until then their blocks and pages belong to nobody else.
-    """
-    while not all(ticket.fenced() for ticket in tickets):
-        time.sleep(0.01)
 
 
 def _batches(

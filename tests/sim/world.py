@@ -21,13 +21,15 @@ from kvtier.connector.save_planner import WritePolicy
 from kvtier.connector.scheduler import SchedulerHalf
 from kvtier.connector.tracker import SchedulerOptions
 from kvtier.connector.worker import ArenaPlan, WorkerHalf
+from kvtier.storage import device as device_module
 from kvtier.storage import link as link_module
 from kvtier.storage import transfer as transfer_module
 from kvtier.storage.catalog import Catalog
 from kvtier.storage.jobs import LoadDone, LoadRetired, SaveCopied, SaveRetired
 from kvtier.storage.link import LinkLimits
 from kvtier.storage.ram import Arena
-from kvtier.storage.transfer import Staging, TransferLimits
+from kvtier.storage.staging import Staging
+from kvtier.storage.transfer import TransferLimits
 
 from .engine import Request, Scheduler, Status
 from .parts import PAGE, Device, FakeTier, Mover, Store, content
@@ -124,7 +126,7 @@ class World:
             (worker_module, "Staging", staging),
             (worker_module, "IDLE_WAIT_S", 0.0),
             (transfer_module, "threading", shim),
-            (transfer_module, "time", quick),
+            (device_module, "time", quick),
             (tier_states_module, "INDEX_WAIT_S", 3.0),
         ):
             self._stack.enter_context(mock.patch.object(module, name, value))

@@ -20,8 +20,9 @@ from kvtier.storage.jobs import (
 )
 from kvtier.storage.link import LinkLimits
 from kvtier.storage.ram import Arena
+from kvtier.storage.staging import Staging
 from kvtier.storage.tier import PutResult, Tier, TierCapabilities, TierChanges, TierStat
-from kvtier.storage.transfer import Staging, Transfer, TransferLimits
+from kvtier.storage.transfer import Transfer, TransferLimits
 
 from .clock import FakeClock
 
