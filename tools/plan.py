@@ -20,8 +20,8 @@ from .traces import Trace
 from .traces_read import read_trace
 
 DEFAULT_SESSION_TOKENS = 150_000
-CURVE_POINTS = 12
-REPLAYED_POINTS = 7
+CURVE_POWERS = range(12)  # sizes: these powers of two below where everything fits
+REPLAYED_POWERS = range(0, 12, 2)
 REPLAYED_MERGE = 16
 
 
@@ -203,9 +203,9 @@ def _curve(
     For attention alone both come from one walk of the trace. Recurrent states make a hit depend
     on what else is kept, so there the catalog itself is replayed, at fewer sizes.
     """
-    n_points = REPLAYED_POINTS if shape.state_bytes else CURVE_POINTS
+    powers = REPLAYED_POWERS if shape.state_bytes else CURVE_POWERS
     wanted = {wish.sizes.ram_bytes, wish.sizes.ram_bytes + wish.sizes.disk_bytes} - {0}
-    sizes = _sizes(_trace(trace, shape)["distinct_bytes"], n_points, wanted)
+    sizes = _sizes(_trace(trace, shape)["distinct_bytes"], powers, wanted)
     block_bytes = _block_bytes(shape, trace)
     blocks = [n // block_bytes for n in sizes]
     if shape.state_bytes:
@@ -226,10 +226,10 @@ def _curve(
     ]
 
 
-def _sizes(distinct_bytes: int, n_points: int, wanted: set[int]) -> list[int]:
-    """Return sizes to look at: doublings that end where everything fits, and those planned."""
+def _sizes(distinct_bytes: int, powers: range, wanted: set[int]) -> list[int]:
+    """Return the sizes to look at: up to where everything fits, and those planned."""
     top = math.ceil(math.log2(max(2, distinct_bytes)))
-    return sorted({1 << p for p in range(max(12, top - n_points + 1), top + 1)} | wanted)
+    return sorted({1 << (top - p) for p in powers if top - p >= 12} | wanted)
 
 
 def _replayed(

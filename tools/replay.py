@@ -105,7 +105,7 @@ class Replay:
         age = self._catalog.age()
         if self._policy.lru:
             self._renew(found, state, chain, first, hit, age)
-        load_s = self._load(parts, state, request.at_s) if hit > local else 0.0
+        load_s = self._load(parts, state, self._served_s(request)) if hit > local else 0.0
         self.result.hit_tokens["device"] += local * block
         begin_s = self._compute(number, request, hit, load_s)
         speed = self._setup.speeds.prefill_tokens_per_s
@@ -208,11 +208,15 @@ class Replay:
         if state is not None:
             state.used = age - hit
 
+    def _served_s(self, request: Request) -> float:
+        """Return when a request's turn comes: the engine computes one prompt at a time."""
+        return max(request.at_s, self._engine_free_s)
+
     def _compute(self, number: int, request: Request, hit: int, load_s: float) -> float:
         """Prefill what was not loaded; return when that begins."""
         tokens = request.prompt_tokens - hit * self._chunked.trace.block_tokens
         compute_s = tokens / self._setup.speeds.prefill_tokens_per_s
-        begin_s = max(request.at_s + load_s, self._engine_free_s)  # one prefill at a time
+        begin_s = self._served_s(request) + load_s
         self._engine_free_s = begin_s + compute_s
         self._gate.note_step(begin_s, tokens)
         self._gate.note_step(self._engine_free_s, 0)
