@@ -30,7 +30,7 @@ PROMPT_TOKENS = 700
 CHUNK = 128
 N_WHOLE = PROMPT_TOKENS // CHUNK * CHUNK
 DEADLINE_S = 2.0
-SLACK_S = 4.0  # of a machine that others use
+SLACK_S = 20.0  # of a machine that others use; a request that hangs takes longer
 ANSWER_TOKENS = 4
 MIDDLE_BYTES = 900_000  # of 2.5 MB a prompt
 
@@ -247,14 +247,14 @@ def test_a_reset_reaches_redis_and_leaves_foreign_keys(engine, store, caplog):
     assert not {name for name in seen if name == "KEYS" or name.startswith("FLUSH")}
 
 
-def test_a_reset_that_does_not_reach_redis_says_so(engine, store, caplog):
+def test_a_reset_that_does_not_reach_redis_says_so(engine, store, caplog, monkeypatch):
     """Then Redis is left alone until it answers; old records are never served again."""
     engine.ask_until_restored("unreachable")
     store.wall.refuse()
     with caplog.at_level(logging.ERROR, "kvtier"):
-        logging.getLogger("kvtier").addHandler(caplog.handler)
+        ours = logging.getLogger("kvtier")
+        monkeypatch.setattr(ours, "handlers", [*ours.handlers, caplog.handler])
         assert engine.engine.connector.reset_cache() is False
-        logging.getLogger("kvtier").removeHandler(caplog.handler)
     assert "not cleared" in caplog.text
     assert engine.ask("unreachable") == 0
     store.wall.listen_again()

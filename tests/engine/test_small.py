@@ -55,7 +55,8 @@ def test_ram_that_is_full_of_nothing_else(right):
 def test_an_engine_that_is_not_understood_is_served_without_kvtier(right, monkeypatch, caplog):
     """A KV cache of an unknown kind: one warning, no hits, nothing saved, right answers."""
     monkeypatch.delitem(engine_api._KIND_BY_CLASS_NAME, "FullAttentionSpec")
-    logging.getLogger("kvtier").addHandler(caplog.handler)
+    ours = logging.getLogger("kvtier")
+    monkeypatch.setattr(ours, "handlers", [*ours.handlers, caplog.handler])
     with Engine(models.LLAMA, {"ram": "64MiB"}) as engine:
         assert engine.half is None
         for _ in range(2):
