@@ -306,13 +306,14 @@ def test_a_load_past_its_deadline_is_computed(engine, right):
     before = engine.stats["loads_failed"]
     options, kept = engine.half.options, engine.half.options.deadline_s
     options.deadline_s = 0.05
+    over = threading.Event()
+    lane = engine.worker.transfer._ram_lane
+    for _ in lane._threads:
+        lane.offer(lambda: over.wait(30))  # every thread that could load is busy
     try:
-        gate = Gate(engine)
-        with gate:
-            engine.worker.transfer._ram_lane.offer(lambda: gate._open.wait(30))  # a busy lane
-            request = engine.submit(PROMPTS["slow"], N)
-            answer = engine.finish(request)[0]
+        answer = engine.ask(PROMPTS["slow"], N)
     finally:
+        over.set()
         options.deadline_s = kept
     engine.flush_stats()
     assert answer.restored_tokens == 0
