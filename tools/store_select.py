@@ -91,7 +91,8 @@ class Selection:
             found[record.order] = record
         every = sorted(found.values(), key=lambda r: (r.used_at_s, r.order))
         if self.unused_s is not None:
-            every = [r for r in every if now_s - r.used_at_s >= self.unused_s]
+            # A server tells ages while we look: a record may seem used after now.
+            every = [r for r in every if max(0.0, now_s - r.used_at_s) >= self.unused_s]
         if self.to_bytes is not None:
             every = _oldest(every, sum(r.stored_bytes for r in found.values()) - self.to_bytes)
         return every
