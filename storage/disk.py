@@ -29,6 +29,7 @@ from .disk_layout import (
     RECORD_SUFFIX,
     TMP_FOLDER,
     TMP_SUFFIX,
+    TOKEN_AGE_S,
     iter_record_files,
     make_folders,
     pack_namespace,
@@ -65,7 +66,6 @@ if TYPE_CHECKING:
     from .tier import Buffers, RecordSpec
 
 _CLOSE_TIMEOUT_S = 5.0
-_TOKEN_AGE_S = 200e-6  # see _used_at
 _FULL = frozenset({errno.ENOSPC, errno.EDQUOT})
 
 
@@ -386,4 +386,4 @@ def _used_at(now_s: float, spec: RecordSpec) -> float:
     before its head although the head was written first. A chunk of 256 tokens takes some
     10 to 25 ms to write and looks 51 ms older. `touch` gives the exact order.
     """
-    return now_s - spec.start_tokens * _TOKEN_AGE_S
+    return now_s - spec.start_tokens * TOKEN_AGE_S

@@ -14,8 +14,8 @@ from dataclasses import dataclass
 
 from ..connector.save_planner import MAX_SEEN, WRITE_BACK_CHUNKS, WRITE_BACK_SHARE
 from ..storage.catalog import Catalog, Entry, RamState
-from ..storage.disk import _TOKEN_AGE_S  # how much older a chunk looks for each token before it
 from ..storage.disk_index import Index
+from ..storage.disk_layout import TOKEN_AGE_S
 from ..storage.record import DISK_HEADER_BYTES
 
 DISK = "disk"
@@ -260,7 +260,7 @@ class SimulatedTiers:
             return
         self._backlog_bytes += n_bytes
         self.moved.disk_written_bytes += n_bytes
-        used_at_s = now_s - entry.span[0] * self._block_tokens * _TOKEN_AGE_S
+        used_at_s = now_s - entry.span[0] * self._block_tokens * TOKEN_AGE_S
         self.index.add(entry.key, file_bytes, used_at_s, fresh=True)
         self.catalog.tier_added(DISK, entry.key, 0, entry.n_blocks)
 

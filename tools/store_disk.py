@@ -11,6 +11,7 @@ from ..storage.disk_layout import (
     CONTROL,
     NAMESPACE_FILE,
     QUARANTINE,
+    TOKEN_AGE_S,
     RecordFile,
     iter_quarantine,
     iter_record_files,
@@ -32,7 +33,6 @@ if TYPE_CHECKING:
     from ..storage.record import Header
 
 WITHOUT_CAP_BYTES = 1 << 62  # a tier opened by a command must not evict
-TOKEN_AGE_S = 200e-6  # DiskTier makes a chunk look older by this for each token before it
 
 
 class DiskStore(Store):
