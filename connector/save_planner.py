@@ -2,7 +2,12 @@
 
 A chunk is planned in the step whose forward completes it (vLLM's rule for what
 is valid, contract with `Request.num_tokens`: accepted tokens only), a tail when
-its request finishes, a recurrent state only when the engine hands it over.
+its prompt is computed and another when its request finishes, a recurrent state
+only when the engine hands it over.
+
+The prompt's tail is for whoever sends the same prompt again, or goes on without
+the answer as it was (a reasoning model's turns): such a request has no hash of
+what came after the prompt's end.
 Scheduler thread only.
 """
 
@@ -57,12 +62,14 @@ class SaveTracker:
         saved_hash: the prefix hash there; another one means that the tokens before
             it are not those that were planned (streaming sessions rewrite their end).
         blocked: nothing of this request is to be stored.
+        prompt_tail_tokens: where the prompt's tail that was planned ends.
         age: of the request's chunks in RAM, see `Catalog.age`.
     """
 
     saved_tokens: int = 0
     saved_hash: bytes | None = None
     blocked: bool = False
+    prompt_tail_tokens: int = 0
     age: int | None = None
 
 
@@ -97,6 +104,7 @@ class SavePlanner:
         self._jobs: list[SaveJob] = []
         self._attention = [g for g in geometry.groups if g.kind is not GroupKind.RECURRENT]
         self._recurrent = {g.group_id: g for g in geometry.groups if g.kind is GroupKind.RECURRENT}
+        self._windowed = any(g.window_tokens is not None for g in geometry.groups)
         # Pinned blocks cannot be given to requests; what does not fit waits a step.
         self._max_pinned = max(1, geometry.num_blocks * 3 // 4)
 
@@ -110,14 +118,27 @@ class SavePlanner:
         jobs, self._jobs = tuple(self._jobs), []
         return jobs
 
-    def due(self, tracker: SaveTracker, valid_tokens: int) -> bool:
-        """Say, quickly, whether a whole chunk is complete that has not been planned."""
+    def due(self, tracker: SaveTracker, valid_tokens: int, prompt_tokens: int) -> bool:
+        """Say, quickly, whether a whole chunk or the prompt is complete and not planned."""
         tracker.saved_tokens = min(tracker.saved_tokens, valid_tokens)
-        return (
-            not tracker.blocked
-            and valid_tokens // self._geometry.chunk_tokens * self._geometry.chunk_tokens
-            > tracker.saved_tokens
+        if tracker.blocked:
+            return False
+        chunk = self._geometry.chunk_tokens
+        return valid_tokens // chunk * chunk > tracker.saved_tokens or self._prompt_due(
+            tracker, valid_tokens, prompt_tokens
         )
+
+    def _prompt_due(self, tracker: SaveTracker, valid_tokens: int, prompt_tokens: int) -> bool:
+        return valid_tokens >= self._prompt_end(prompt_tokens) > tracker.prompt_tail_tokens
+
+    def _prompt_end(self, prompt_tokens: int) -> int:
+        """Return where the prompt's tail ends; 0 where there is to be none."""
+        if self._recurrent:
+            return 0  # an attention tail without a state at its end serves nothing
+        # The same prompt is restored to a block before its end at most, and a windowed
+        # tail serves no hit that ends before its own end.
+        unit = self._geometry.scheduler_block_tokens
+        return max(0, prompt_tokens - self._windowed) // unit * unit
 
     def plan_chunks(
         self,
@@ -152,6 +173,26 @@ class SavePlanner:
             tracker.saved_tokens = reached
             tracker.saved_hash = self._database.hash_at(hashes, reached)
 
+    def plan_prompt(
+        self,
+        hashes: Sequence[bytes],
+        tracker: SaveTracker,
+        table: Sequence[Sequence[int]],
+        valid_tokens: int,
+        prompt_tokens: int,
+        *,
+        final: bool = False,
+    ) -> None:
+        """Plan the prompt's tail once its blocks are valid; arguments as `plan_chunks`."""
+        if self._prompt_due(tracker, valid_tokens, prompt_tokens):
+            end = self._prompt_end(prompt_tokens)
+            groups = self._attention
+            if prompt_tokens % self._geometry.chunk_tokens == 0:
+                # The other groups' whole chunk serves the hit a block before its end.
+                groups = [g for g in groups if g.window_tokens is not None]
+            if self._plan_tail(hashes, tracker, table, end, groups, final=final) is None:
+                tracker.prompt_tail_tokens = end
+
     def _planned_tokens(self, hashes: Sequence[bytes], tracker: SaveTracker) -> int:
         """Return up to where this very prefix has been planned."""
         saved = tracker.saved_tokens // self._geometry.chunk_tokens * self._geometry.chunk_tokens
@@ -183,13 +224,13 @@ class SavePlanner:
         valid = min(valid, request.num_computed_tokens)
         tracker.age = self._catalog.age()
         self.plan_chunks(hashes, tracker, table, valid, final=True)
+        self.plan_prompt(hashes, tracker, table, valid, request.num_prompt_tokens, final=True)
         for key, end in self._chain(hashes, tracker.saved_tokens):
             entry = self._catalog.get(key)
             if entry is not None:
                 entry.used = max(entry.used, tracker.age - end)
-        if self._recurrent:
-            return  # an attention tail without a state at its end serves nothing
-        self._plan_tail(hashes, tracker, table, valid)
+        if not self._recurrent:
+            self._plan_tail(hashes, tracker, table, valid, self._attention)
 
     def chain(self, hashes: Sequence[bytes], tracker: SaveTracker) -> list[bytes]:
         """Return the keys of the chunks planned so far, from the prefix's end to its start."""
@@ -207,15 +248,17 @@ class SavePlanner:
         tracker: SaveTracker,
         table: Sequence[Sequence[int]],
         valid: int,
-    ) -> None:
+        groups: Sequence[GroupGeometry],
+        *,
+        final: bool = True,
+    ) -> int | None:
         unit = self._geometry.scheduler_block_tokens
         chunk = self._geometry.chunk_tokens
         hashed = len(hashes) * self._geometry.hash_block_tokens
         end = min(valid, hashed) // unit * unit
         start = end // chunk * chunk
-        if end > start:
-            spans = [(group, start, end) for group in self._attention]
-            self._plan(hashes, table, spans, self._age(tracker))
+        spans = [(group, start, end) for group in groups if end > start]
+        return self._plan(hashes, table, spans, self._age(tracker), final=final)
 
     def plan_states(
         self,

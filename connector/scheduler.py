@@ -319,7 +319,8 @@ class SchedulerHalf:
     def _plan_saves(self, scheduler_output: Any, tracker: Tracker, n_scheduled: int) -> None:
         request = tracker.request
         valid_tokens = min(request.num_computed_tokens + n_scheduled, request.num_tokens)
-        due = self._saves.due(tracker.save, valid_tokens)
+        prompt_tokens = request.num_prompt_tokens
+        due = self._saves.due(tracker.save, valid_tokens, prompt_tokens)
         if not due and not tracker.audit.pieces:
             return
         table = engine_api.block_table(scheduler_output, request.request_id)
@@ -329,6 +330,9 @@ class SchedulerHalf:
             self._auditor.plan(tracker.audit, tracker.hashes, table, valid_tokens)
         if due:
             self._saves.plan_chunks(tracker.hashes, tracker.save, table, valid_tokens)
+            self._saves.plan_prompt(
+                tracker.hashes, tracker.save, table, valid_tokens, prompt_tokens
+            )
 
     def pages_ready(self, rank: int, ready_pages: int) -> None:
         """Use the RAM pages that every rank has by now; ``rank`` has its first ``ready_pages``."""

@@ -76,11 +76,18 @@ def test_blocks_are_pinned_until_copied():
 
 
 @pytest.mark.parametrize(
-    ("n_prompt", "n_tokens", "tail"),
-    [(100, 101, (64, 96)), (95, 97, (64, 96)), (96, 96, (64, 96)), (64, 65, None), (79, 80, None)],
+    ("n_prompt", "n_tokens", "tails"),
+    [
+        (100, 101, [(64, 96)]),
+        (95, 97, [(64, 80), (64, 96)]),
+        (96, 96, [(64, 96)]),
+        (64, 65, []),
+        (79, 80, []),
+        (90, 170, [(64, 128), (64, 80), (128, 160)]),
+    ],
 )
-def test_tail_at_the_end(n_prompt, n_tokens, tail):
-    """The last whole blocks of a finished turn are kept, without the last sampled token."""
+def test_tail_at_the_end(n_prompt, n_tokens, tails):
+    """Kept are the prompt's last whole blocks and the turn's, without the last sampled token."""
     half = Half()
     request = request_of("a", n_tokens, n_prompt=n_prompt)
     started(half, request)
@@ -88,7 +95,7 @@ def test_tail_at_the_end(n_prompt, n_tokens, tail):
     request.num_computed_tokens = max(n_prompt, n_tokens - 1)
     finish(half, request)
     found = [s[1:3] for s in spans(half.plan())]
-    assert found == ([tail] if tail else [])
+    assert found == tails
 
 
 @pytest.mark.parametrize("status", ["FINISHED_ABORTED", "FINISHED_ERROR", "FINISHED_IGNORED"])
@@ -131,13 +138,15 @@ def test_window_groups_keep_their_last_blocks():
     request = request_of("a", 64)
     full, window = started(half, request)
     window[0] = window[1] = 0  # slid out of the window
+    assert spans(half.plan(a=63)) == []
+    request.num_prompt_tokens = 80
     assert spans(half.plan(a=64)) == [(0, 0, 64, full), (1, 0, 64, window[2:])]
 
 
 def test_blocks_that_are_gone_are_counted_once():
     """A chunk whose blocks slid away cannot be saved; one that is kept already is no loss."""
     half = Half(geometry_of(group(), group(1, WINDOW, window=33)))
-    request = request_of("a", 128)
+    request = request_of("a", 128, n_prompt=130)
     _, window = started(half, request)
     window[:4] = [0, 0, 0, 0]
     half.on_tier(request, 64, 0)
@@ -145,11 +154,69 @@ def test_blocks_that_are_gone_are_counted_once():
     assert [s[:3] for s in spans(plan)] == [(0, 64, 128), (1, 64, 128)]
     assert half.half.take_counts()["save_skipped_chunks.block_gone"] == 1
     half.on_tier(request, 64, 1)
-    again = request_of("b", 128)
+    again = request_of("b", 128, n_prompt=130)
     _, window = started(half, again)
     window[:4] = [0, 0, 0, 0]
     half.plan(b=128)
     assert "save_skipped_chunks.block_gone" not in half.half.take_counts()
+
+
+def prompt_of(half, n_prompt, name="a", n_tokens=None):
+    """Start a request whose first step computes its whole prompt."""
+    request = request_of(name, n_tokens or n_prompt, n_prompt=n_prompt)
+    started(half, request)
+    return request
+
+
+@pytest.mark.parametrize("n_prompt", [1, 16, 17, 31, 32, 33, 64, 65, 79, 80, 81, 127, 128, 129])
+@pytest.mark.parametrize("windowed", [False, True])
+def test_a_prompt_sent_again_is_restored_to_its_last_block(n_prompt, windowed):
+    """Whatever the answer was: all but the last token, on whole blocks."""
+    groups = (group(), group(1, WINDOW, window=33)) if windowed else (group(),)
+    half = Half(geometry_of(*groups))
+    prompt_of(half, n_prompt)
+    for job in half.plan(a=n_prompt).saves:
+        half.save_ends(job)
+    again = request_of("b", n_prompt)
+    assert half.half.lookup(again, 0)[0] == (n_prompt - 1) // BLOCK * BLOCK
+
+
+def test_a_prompts_tail_comes_with_its_last_step_and_once():
+    """Chunked prefill: not before the prompt's last whole block is valid, then never again."""
+    half = Half()
+    request = prompt_of(half, 100)
+    assert spans(half.plan(a=60)) == []
+    request.num_computed_tokens = 60
+    assert [s[1:3] for s in spans(half.plan(a=30))] == [(0, 64)]
+    request.num_computed_tokens = 90
+    assert [s[1:3] for s in spans(half.plan(a=10))] == [(64, 96)]
+    request.num_computed_tokens = 100
+    request.num_tokens += 1
+    assert spans(half.plan(a=1)) == []
+    assert half.catalog.get(half.key(request, 96)) is not None
+
+
+def test_a_prompts_tail_waits_for_room():
+    """A tail that finds no page is planned with a later step."""
+    half = Half(pages=5)
+    prompt_of(half, 64)
+    (job,) = half.plan(a=64).saves
+    second = prompt_of(half, 40, "b")
+    assert spans(half.plan(b=40)) == []
+    second.num_computed_tokens = 40
+    second.num_tokens += 1
+    half.save_ends(job)
+    assert [s[1:3] for s in spans(half.plan(b=1))] == [(0, 32)]
+    assert half.half.take_counts().get("save_dropped_chunks.ram.no_page") is None
+
+
+def test_a_request_that_is_not_to_be_stored_leaves_no_tail():
+    """`store: false` holds for the prompt's tail too."""
+    half = Half()
+    request = request_of("a", 100, n_prompt=100)
+    request.kv_transfer_params = {"kvtier": {"store": False}}
+    started(half, request)
+    assert spans(half.plan(a=100)) == []
 
 
 def test_states_only_when_handed_over():
@@ -317,13 +384,14 @@ def test_a_prefix_leaves_ram_from_its_end():
 def test_a_finished_prefix_counts_as_used():
     """At the end of a turn the whole prefix is young, here and below, its head the youngest."""
     half = Half(pages=2 * 4)
-    request = request_of("a", 80, n_prompt=80)
+    request = request_of("a", 97, n_prompt=80)
     started(half, request)
-    half.save_ends(half.plan(a=80).saves[0])
+    for job in half.plan(a=80).saves:
+        half.save_ends(job)
     other = request_of("b", CHUNK, seed=1)
     started(half, other)
     half.save_ends(half.plan(b=CHUNK).saves[0])
-    request.num_computed_tokens = 80
+    request.num_computed_tokens = 96
     finish(half, request)
     plan = half.plan()
     assert half.catalog.source(half.key(request, 64)) == RAM

@@ -480,7 +480,7 @@ def test_tails_serve_the_next_turn():
     turn = request_of("a", 101, n_prompt=100)
     half.half.on_new_request(turn)
     half.table(turn, 101)
-    half.save_ends(half.plan(a=100).saves[0])
+    half.save_ends(half.plan(a=90).saves[0])
     turn.num_computed_tokens = 100
     turn.status.name = "FINISHED_STOPPED"
     half.half.finished(turn, half.tables["a"])
