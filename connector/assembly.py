@@ -24,6 +24,7 @@ from .config import Config
 from .device_side import CudaSide, HostSide
 from .geometry import Geometry
 from .plan import NamespaceInfo
+from .recorder import Recorder
 from .regions import build_region_tables
 from .save_planner import WritePolicy
 from .scheduler import SchedulerHalf
@@ -106,10 +107,18 @@ def build_scheduler(
         shared=shared_tiers.shared_options(config, n_holders, namespace_changed),
         adapter_of=adapter_of(),
         audit=AuditOptions(config.audit_rate),
+        recorder=open_recorder(config, geometry),
     )
     return SchedulerHalf(
         geometry, catalog, namespace, time.monotonic, n_ranks=n_ranks, options=options
     )
+
+
+def open_recorder(config: Config, geometry: Geometry) -> Recorder | None:
+    """Begin the recording that the settings ask for."""
+    if config.record_folder is None:
+        return None
+    return Recorder(config.record_folder, config.record_bytes, geometry.hash_block_tokens)
 
 
 def write_policy(config: Config) -> WritePolicy:

@@ -60,6 +60,8 @@ class Config:
     promote: bool
     audit_rate: float
     audit_tolerance: float | None
+    record_folder: str | None
+    record_bytes: int
     tenant_salt: str | None = field(repr=False)
     redis_prefix: str | None
     redis_user: str | None
@@ -154,7 +156,8 @@ def load(extra: Mapping[str, Any], *, n_ranks: int = 1, check_machine: bool = Tr
     _check_tiers(config, given, check_machine=check_machine)
     _check_redis(config, check_machine=check_machine)
     if check_machine:
-        _check_disk(config)
+        _check_folder("disk", config.disk)
+        _check_folder("record", config.record_folder)
         config.key_ring()
         _check_memory(config, n_ranks)
     return config
@@ -250,11 +253,11 @@ def _propose_capacity(path: str) -> str:
     return f'{format_size(free_bytes)} are free there, for example "{whole}GiB"'
 
 
-def _check_disk(config: Config) -> None:
-    if config.disk is None:
+def _check_folder(name: str, path: str | None) -> None:
+    if path is None:
         return
-    where = f"kvtier setting 'disk' = {config.disk!r}"
-    parent = _existing_parent(config.disk)
+    where = f"kvtier setting {name!r} = {path!r}"
+    parent = _existing_parent(path)
     if not os.path.isdir(parent):
         raise ConfigError(f"{where}: {parent!r} is no folder; give a folder")
     if not os.access(parent, os.W_OK | os.X_OK):

@@ -254,6 +254,8 @@ class SchedulerHalf:
         del self._trackers[request.request_id]
         self._shared.forget(request.request_id)
         self._auditor.finished(tracker.audit)
+        if self.options.recorder is not None:
+            self.options.recorder.finished(request, tracker, self._namespace)
         if tracker.load_job is not None:
             self._cancels.append(tracker.load_job)
             return
@@ -430,6 +432,9 @@ class SchedulerHalf:
             if grown:
                 self._told[name] = getattr(counts, name)
                 self.counts.add(name, grown)
+        if self.options.recorder is not None:
+            for name, n in self.options.recorder.counts.take().items():
+                self.counts.add(name, n)
         return self.counts.take()
 
     def gauges(self) -> dict[str, float]:
@@ -445,5 +450,7 @@ class SchedulerHalf:
         return values
 
     def shutdown(self) -> None:
-        """Stop the probers. Idempotent."""
+        """Stop the probers and the recorder. Idempotent."""
         self._shared.close()
+        if self.options.recorder is not None:
+            self.options.recorder.close()

@@ -194,6 +194,23 @@ SETTINGS: tuple[Setting, ...] = (
         advanced=True,
     ),
     Setting(
+        "record",
+        "record_folder",
+        "path",
+        None,
+        "Folder for a recording of requests, for `kvtier replay` and `kvtier explain`.",
+        advanced=True,
+    ),
+    Setting(
+        "record_size",
+        "record_bytes",
+        "size",
+        256 * MIB,
+        "Most that all recordings in that folder take; the oldest go.",
+        low=4 * MIB,
+        advanced=True,
+    ),
+    Setting(
         "tenant",
         "tenant_salt",
         "secret",

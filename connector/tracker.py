@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from .audit import AuditOptions, AuditTracker
 from .lookup import MissReason
@@ -12,6 +12,9 @@ from .plan import NamespaceInfo
 from .prober import Prober
 from .request_options import RequestOptions, SaltedHashes
 from .save_planner import SaveTracker, WritePolicy
+
+if TYPE_CHECKING:
+    from .recorder import Recorder
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +47,7 @@ class SchedulerOptions:
         adapter_of: fingerprint of a request's LoRA adapter, or None; raises what
             makes the request unfit for the cache.
         audit: which hits are computed and compared.
+        recorder: writes a line for each finished request; closed by the scheduler half.
     """
 
     promote: bool = True
@@ -54,6 +58,7 @@ class SchedulerOptions:
     shared: SharedOptions = field(default_factory=SharedOptions)
     adapter_of: Callable[[Any], str | None] | None = None
     audit: AuditOptions = field(default_factory=AuditOptions)
+    recorder: Recorder | None = None
 
 
 @dataclass(slots=True)

@@ -5,6 +5,7 @@ Which one a file is, its first line tells. Gzip is read as it is.
 
 from __future__ import annotations
 
+import contextlib
 import gzip
 import json
 import os
@@ -31,7 +32,8 @@ def read_trace(source: str, *, n_users: int = 16, share_prefix: bool = False) ->
     """Read a trace. Blocking.
 
     Args:
-        source: a file, or `PACKAGED` for the sessions that come with kvtier.
+        source: a file, `PACKAGED` for the sessions that come with kvtier, or a folder of
+            recordings, of which the newest engine's are read.
         n_users: agent sessions that run at a time.
         share_prefix: take it that agent sessions with tools and system prompts of the same
             lengths have the same ones.
@@ -44,8 +46,42 @@ def read_trace(source: str, *, n_users: int = 16, share_prefix: bool = False) ->
         data = files("kvtier.tools") / "data" / "agent-sessions" / "sessions.jsonl.gz"
         with data.open("rb") as file:
             return _read(cast("BinaryIO", file), PACKAGED, n_users, share_prefix=share_prefix)
-    with open(os.path.expanduser(source), "rb") as file:
-        return _read(file, os.path.basename(source), n_users, share_prefix=share_prefix)
+    path = os.path.expanduser(source)
+    if os.path.isdir(path):
+        return _read_folder(path)
+    with open(path, "rb") as file:
+        return _read(file, os.path.basename(path), n_users, share_prefix=share_prefix)
+
+
+def _read_folder(path: str) -> Trace:
+    """Read the parts of the newest engine's recording, one after another."""
+    name = os.path.basename(os.path.normpath(path))
+    runs = recordings(path)
+    if not runs:
+        raise TraceError(f"{name}: no recording in this folder")
+    with contextlib.ExitStack() as stack:
+        parts = [stack.enter_context(open(part, "rb")) for part in runs[-1]]
+        lines = (line for part in parts for line in _objects(part, os.path.basename(part.name)))
+        first = next(lines, None)
+        if first is None:
+            raise TraceError(f"{name}: no request in it")
+        return _recording(first[1], lines, name)
+
+
+def recordings(folder: str) -> list[list[str]]:
+    """Return the parts of each engine's recording in a folder, the newest engine last.
+
+    Raises:
+        OSError: it cannot be listed.
+    """
+    from ..connector.recording_files import NAME
+
+    runs: dict[str, list[str]] = {}
+    for entry in sorted(os.listdir(folder)):
+        match = NAME.fullmatch(entry)
+        if match is not None:
+            runs.setdefault(match["run"], []).append(os.path.join(folder, entry))
+    return [runs[run] for run in sorted(runs)]
 
 
 def _read(file: BinaryIO, name: str, n_users: int, *, share_prefix: bool) -> Trace:
@@ -138,18 +174,26 @@ def _again(first: tuple[str, dict[str, Any]], rest: _Lines) -> _Lines:
 
 
 def _recording(header: dict[str, Any], lines: _Lines, name: str) -> Trace:
-    """A header line, then one request a line: t, prompt_tokens, output_tokens, hashes."""
-    if header.get("version") != RECORDING_VERSION:
-        raise TraceError(
-            f"{name}: recording of version {str(header.get('version'))[:20]}, "
-            f"this build reads version {RECORDING_VERSION}"
-        )
-    builder = TraceBuilder(name, _tokens(name, "line 1", header, "block_tokens"))
+    """A header line, then one request a line: t, prompt_tokens, output_tokens, hashes.
+
+    Another header line begins another part: ``base`` counts requests from there.
+    """
+    block_tokens = _recorded_block(header, name, "line 1")
+    builder = TraceBuilder(name, block_tokens)
     sessions: dict[str, int] = {}
+    part: list[Blocks] = []
     for number, (where, line) in enumerate(lines):
+        if "format" in line:
+            if _recorded_block(line, name, where) != block_tokens:
+                raise TraceError(f"{name}: {where}: another block_tokens than in line 1")
+            part = []
+            continue
         hashes = line.get("hashes")
         if not isinstance(hashes, list) or not all(isinstance(h, str) for h in hashes):
             raise TraceError(f"{name}: {where}: hashes is no list of texts")
+        shared = _shared_start(name, where, line.get("base"), part)
+        nodes = np.concatenate([shared, builder.named(hashes)])
+        part.append(nodes)
         session = str(line.get("session", f"\0{number}"))
         builder.add(
             where,
@@ -157,9 +201,29 @@ def _recording(header: dict[str, Any], lines: _Lines, name: str) -> Trace:
             sessions.setdefault(session, len(sessions)),
             _tokens(name, where, line, "prompt_tokens"),
             _tokens(name, where, line, "output_tokens"),
-            builder.named(hashes),
+            nodes,
         )
     return builder.build()
+
+
+def _recorded_block(header: dict[str, Any], name: str, where: str) -> int:
+    if header.get("format") != RECORDING or header.get("version") != RECORDING_VERSION:
+        raise TraceError(
+            f"{name}: recording of version {str(header.get('version'))[:20]}, "
+            f"this build reads version {RECORDING_VERSION}"
+        )
+    return _tokens(name, where, header, "block_tokens")
+
+
+def _shared_start(name: str, where: str, base: object, part: list[Blocks]) -> Blocks:
+    """Return the blocks that a request shares with one before it: ``[request, blocks]``."""
+    if base is None:
+        return np.empty(0, dtype=np.int64)
+    if isinstance(base, list) and len(base) == 2 and all(type(n) is int for n in base):
+        request, n_blocks = base
+        if 0 <= request < len(part) and 0 <= n_blocks <= len(part[request]):
+            return part[request][:n_blocks]
+    raise TraceError(f"{name}: {where}: base is no [request, blocks] of this part")
 
 
 # -- agent sessions --------------------------------------------------------------

@@ -101,6 +101,17 @@ def test_recordings_are_read(tmp_path):
     assert short.session != long.session
 
 
+def test_recordings_refer_to_requests_before(tmp_path):
+    """`base` names a request of the same part and how much of its chain is shared."""
+    more = {"t": 2, "prompt_tokens": 48, "output_tokens": 1, "base": [0, 1], "hashes": ["dd", "ee"]}
+    lines = [*RECORDING, more, RECORDING[0], {**RECORDING[1], "t": 3}]
+    lines.append({**more, "t": 4, "prompt_tokens": 64, "base": [0, 2], "hashes": ["ff", "gg"]})
+    found = chains(read_trace(write(tmp_path / "r.jsonl", lines)))
+    (aa, bb), (dd, ee), (ff, gg) = found[1], found[2][1:], found[4][2:]
+    assert found == [[aa], [aa, bb], [aa, dd, ee], [aa, bb], [aa, bb, ff, gg]]
+    assert len({aa, bb, dd, ee, ff, gg}) == 6
+
+
 def changed(line, **values):
     return {**line, **values}
 
@@ -129,6 +140,11 @@ BROKEN = {
     ),
     "version": ([changed(RECORDING[0], version=9)], "recording of version 9"),
     "hashes": ([RECORDING[0], changed(RECORDING[1], hashes=[1, 2])], "line 2: hashes is no list"),
+    "base": ([*RECORDING, changed(RECORDING[1], base=[2, 1])], "line 4: base is no [request"),
+    "other block": (
+        [*RECORDING, changed(RECORDING[0], block_tokens=32)],
+        "line 4: another block_tokens than in line 1",
+    ),
     "no time": ([RECORDING[0], {"prompt_tokens": 1}], "line 2: hashes is no list"),
 }
 
