@@ -132,6 +132,16 @@ def lookahead_hash_tokens(vllm_config: Any) -> int:
     return int(getattr(vllm_config, "num_hash_lookahead_tokens", 0) or 0)
 
 
+def drops_draft_block(vllm_config: Any) -> bool:
+    """Say whether the engine shortens its own prefix hits for a draft head."""
+    speculation = getattr(vllm_config, "speculative_config", None)
+    for name in ("use_eagle_block_drop", "use_eagle"):  # the second in older engines
+        asked = getattr(speculation, name, None)
+        if asked is not None:
+            return bool(asked())
+    return False
+
+
 def hash_block_tokens(kv_cache_config: Any) -> int | None:
     """Return the tokens that each of `Request.block_hashes` covers, when the engine says."""
     value = getattr(kv_cache_config, "hash_block_size", None)

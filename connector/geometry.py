@@ -114,6 +114,9 @@ class Geometry:
         num_blocks: size of the engine's block pool (block 0 is the null block).
         layout: the engine's name of the layout.
         n_engine_groups: how many groups the engine's block tables have.
+        draft_drop_tokens: how far before the last match a hit ends, because a draft head's
+            KV at a position depends on the token after it.
+        computed_tokens: at a prompt's end, what no hit may cover.
     """
 
     groups: tuple[GroupGeometry, ...]
@@ -124,6 +127,8 @@ class Geometry:
     num_blocks: int
     layout: str
     n_engine_groups: int
+    draft_drop_tokens: int = 0
+    computed_tokens: int = 1
 
     @property
     def page_bytes(self) -> int:
@@ -243,8 +248,24 @@ def from_kv_cache_config(
             num_blocks=int(kv_cache_config.num_blocks),
             layout=layout,
             n_engine_groups=len(engine_groups),
+            draft_drop_tokens=_draft_drop_tokens(vllm_config, groups, hash_block, alignment),
+            computed_tokens=max(1, engine_api.lookahead_hash_tokens(vllm_config)),
         )
     )
+
+
+def _draft_drop_tokens(
+    vllm_config: Any, groups: tuple[GroupGeometry, ...], hash_block: int, alignment: int
+) -> int:
+    """Return what the engine drops of its own hits for a draft head (`eagle_proof_margin`)."""
+    if not engine_api.drops_draft_block(vllm_config):
+        return 0
+    attention = [g for g in groups if g.kind is not GroupKind.RECURRENT]
+    # An engine that has not found the draft's group takes every one for it.
+    drafts = [g for g in attention if g.is_draft] or attention
+    if alignment == hash_block:
+        return hash_block
+    return max((group.block_tokens for group in drafts), default=0)
 
 
 def round_chunk_tokens(wish_tokens: int | None, groups: tuple[GroupGeometry, ...]) -> int:

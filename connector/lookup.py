@@ -14,8 +14,13 @@ depends only on the tokens before it, and the key's hash covers those.
 Full attention gives the longest length that comes into question. Where another
 group falls short there, shorter ones are tried: with recurrent groups every
 boundary; without, every boundary inside the last chunk and then the ends of
-whole chunks only, so that a long prompt whose windows are gone costs a few
-hundred questions and not tens of thousands.
+whole chunks only. Of a long prompt's tens of thousands of boundaries only those
+are looked at where the catalog has a record of the group in question.
+
+A draft head that reads the target's hidden states (EAGLE, MTP) writes KV at a
+position that depends on the token after it. Like the engine on its own hits, a
+hit ends one draft block before the last match, so that the token after it is
+known to be the same.
 """
 
 from __future__ import annotations
@@ -27,6 +32,8 @@ from enum import Enum
 from ..storage.catalog import Catalog, RamState
 from .geometry import Geometry, GroupGeometry, GroupKind
 from .token_database import ChunkedTokenDatabase
+
+WALK_BOUNDARIES = 1024  # looked at in one go
 
 
 class MissReason(str, Enum):
@@ -90,11 +97,16 @@ class PrefixLookup:
         self._unit = geometry.hit_alignment_tokens
         self._full = [g for g in geometry.groups if g.kind is GroupKind.FULL]
         self._others = [g for g in geometry.groups if g.kind is not GroupKind.FULL]
-        self._recurrent = any(g.kind is GroupKind.RECURRENT for g in self._others)
+        self._recurrent = [g for g in self._others if g.kind is GroupKind.RECURRENT]
+        self._windowed = [g for g in self._others if g.kind is not GroupKind.RECURRENT]
+        # The group whose records say which boundaries are worth a question.
+        self._scarce = next(iter(self._recurrent or self._windowed), None)
+        self._ends = catalog.follow(self._scarce.group_id) if self._scarce is not None else set()
 
     def limit_tokens(self, num_tokens: int) -> int:
-        """Return the longest hit that leaves the engine a token to compute."""
-        return max(0, num_tokens - 1) // self._unit * self._unit
+        """Return the longest hit that leaves the engine enough tokens to compute."""
+        rest = num_tokens - self._geometry.computed_tokens
+        return max(0, rest) // self._unit * self._unit
 
     def find(self, hashes: Sequence[bytes], local_tokens: int, limit_tokens: int) -> Hit:
         """Return the longest hit in (local_tokens, limit_tokens], or one of ``local_tokens``.
@@ -112,15 +124,21 @@ class PrefixLookup:
         covered = min(
             (self._full_cover(g, hashes, local_tokens, hashed) for g in self._full), default=limit
         )
-        best = min(covered // self._unit * self._unit, limit)
-        reason = MissReason.NONE if best >= limit else self._why(hashes, best)
-        missing: GroupGeometry | None = None
-        for tokens in self._candidates(best, local_tokens):
-            lacking = self._lacking(hashes, local_tokens, tokens)
-            if lacking is None:
-                return Hit(tokens, reason if missing is None else _lacks(missing))
-            missing = missing or lacking
-        return Hit(local_tokens, reason if missing is None else _lacks(missing))
+        reached = min(covered // self._unit * self._unit, limit)
+        proven = min(covered - self._geometry.draft_drop_tokens, limit) // self._unit * self._unit
+        best = max(proven, local_tokens)
+        reason = MissReason.NONE if reached >= limit else self._why(hashes, reached)
+        missing = self._lacking(hashes, local_tokens, best) if best > local_tokens else None
+        if missing is None:
+            return Hit(best, reason)
+        if best < reached and self._lacking(hashes, local_tokens, reached) is None:
+            # Windows end at the match itself: a draft that may be wrong at one position
+            # costs less than going back to the chunk's start.
+            return Hit(reached, reason)
+        for tokens in self._shorter(hashes, best, local_tokens):
+            if self._lacking(hashes, local_tokens, tokens) is None:
+                return Hit(tokens, _lacks(missing))
+        return Hit(local_tokens, _lacks(missing))
 
     def pieces(
         self, hashes: Sequence[bytes], local_tokens: int, tokens: int
@@ -161,26 +179,33 @@ class PrefixLookup:
             runs[-1] = (runs[-1][0], tokens)
         return runs
 
-    def _candidates(self, best: int, local_tokens: int) -> Iterator[int]:
+    def _shorter(self, hashes: Sequence[bytes], best: int, local_tokens: int) -> Iterator[int]:
+        """Yield, longest first, the hits below ``best`` that can be possible."""
         chunk, unit = self._geometry.chunk_tokens, self._unit
-        if best <= local_tokens:
+        if self._recurrent:
+            yield from self._with_record(hashes, range(best - unit, local_tokens, -unit))
             return
-        yield best
-        if not self._others:
-            return
-        # Below the best length: every boundary where a recurrent state can be, else
-        # the boundaries inside the last chunk and then whole chunks.
-        tokens = best - unit
-        floor = local_tokens if self._recurrent else max(local_tokens, (best - 1) // chunk * chunk)
-        while tokens > floor:
-            yield tokens
-            tokens -= unit
-        while tokens > local_tokens:
-            if tokens % chunk == 0:
-                yield tokens
-                tokens -= chunk
-            else:
-                tokens -= tokens % chunk
+        # Inside the last chunk a record may serve a boundary that it does not end at.
+        start = max(local_tokens, (best - 1) // chunk * chunk)
+        yield from range(best - unit, start, -unit)
+        ends = range((best - 1) // chunk * chunk, local_tokens, -chunk)
+        assert self._scarce is not None
+        if self._scarce.kind is GroupKind.SLIDING_WINDOW:
+            yield from self._with_record(hashes, ends)
+        else:
+            yield from ends
+
+    def _with_record(self, hashes: Sequence[bytes], boundaries: range) -> Iterator[int]:
+        """Yield those of the falling ``boundaries`` at which the scarce group has a record."""
+        step = -boundaries.step // self._geometry.hash_block_tokens
+        for i in range(0, len(boundaries), WALK_BOUNDARIES):
+            some = boundaries[i : i + WALK_BOUNDARIES]
+            first = some[-1] // self._geometry.hash_block_tokens - 1
+            last = some[0] // self._geometry.hash_block_tokens
+            here = hashes[first:last:step]
+            if not self._ends.isdisjoint(here):
+                found = (h in self._ends for h in reversed(here))
+                yield from (t for t, is_end in zip(some, found, strict=True) if is_end)
 
     def _key(self, hashes: Sequence[bytes], tokens: int, group_id: int) -> bytes:
         return self._database.key_at(hashes, tokens, group_id)

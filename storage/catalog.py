@@ -12,6 +12,7 @@ used after the tail (`Catalog.age`, `Catalog.touch`), so its tail goes first.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
 from enum import Enum
 
@@ -103,6 +104,7 @@ class Catalog:
         self.version = 0  # changes whenever an answer of `source` may change
         self._all_ranks = (1 << n_holders) - 1
         self._entries: dict[bytes, Entry] = {}
+        self._followed: dict[int, set[bytes]] = {}
         self._free: list[int] = []
         self._first_page = first_page
         self._end_page = first_page
@@ -167,6 +169,17 @@ class Catalog:
                 if mask == self._all_ranks and not self._offline[i]:
                     return self.tiers[i]
         return None
+
+    def follow(self, group_id: int) -> AbstractSet[bytes]:
+        """Return the prefix hashes at which a group has entries, as a set that stays current.
+
+        For groups whose few entries are looked for among many prefix hashes.
+        """
+        found = self._followed.get(group_id)
+        if found is None:
+            found = {key[:-1] for key in self._entries if key[-1] == group_id}
+            self._followed[group_id] = found
+        return found
 
     def run_length(self, keys: Iterable[bytes]) -> int:
         """Return how many leading ``keys`` can be served."""
@@ -273,7 +286,15 @@ class Catalog:
         self._tick += 1
         entry.used = self._tick
         self._entries[key] = entry
+        followed = self._followed.get(key[-1])
+        if followed is not None:
+            followed.add(key[:-1])
         return entry
+
+    def _unfollow(self, key: bytes) -> None:
+        followed = self._followed.get(key[-1])
+        if followed is not None:
+            followed.discard(key[:-1])
 
     def _take(self, n_pages: int, *, may_lose: bool) -> PageIds | None:
         room = len(self._free) + self._spare.pages + (self._only.pages if may_lose else 0)
@@ -316,6 +337,7 @@ class Catalog:
         if entry.pages is None and not any(entry.masks) and entry.pins == 0 and entry.writes == 0:
             if self._entries.get(entry.key) is entry:
                 del self._entries[entry.key]
+                self._unfollow(entry.key)
 
     def room_without_loss(self) -> float:
         """Return the share of RAM that is free or also on a lower tier and unpinned."""
@@ -405,6 +427,7 @@ class Catalog:
         entry = self._entries.pop(key, None)
         if entry is None:
             return
+        self._unfollow(key)
         for i in range(len(self.tiers)):
             self._set_mask(entry, i, 0)
         if entry.ram is RamState.READY and entry.pins:
@@ -445,6 +468,8 @@ class Catalog:
             assert entry.pins > 0
             assert entry.pages is not None
             pages.extend(entry.pages.tolist())
+        for group_id, hashes in self._followed.items():
+            assert hashes == {key[:-1] for key in self._entries if key[-1] == group_id}
         # Every page is in exactly one place.
         assert sorted(pages) == list(range(self._first_page, self._end_page))
         spare = [e for e in self._entries.values() if e in self._spare]

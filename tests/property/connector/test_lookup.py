@@ -71,15 +71,28 @@ class Oracle:
             for block in self.needed(group, tokens, local)
         )
 
-    def hit(self, local, limit):
+    def serves_all(self, tokens, local):
+        return all(self.can(g, tokens, local) for g in self.geometry.groups)
+
+    def hit(self, local, limit, hashed):
         """The longest hit under the rule that `kvtier.connector.lookup` states."""
         unit, chunk = self.geometry.hit_alignment_tokens, self.geometry.chunk_tokens
         groups = self.geometry.groups
-        lengths = range(limit // unit * unit, local, -unit)
-        best = next(
-            (n for n in lengths if all(self.can(g, n, local) for g in groups if g.kind is FULL)),
+        full = [g for g in groups if g.kind is FULL]
+        fine = self.geometry.hash_block_tokens
+        matched = next(
+            (n for n in range(hashed, local, -fine) if all(self.can(g, n, local) for g in full)),
             local,
         )
+        limit = min(limit, hashed) // unit * unit
+        if not full:
+            matched = limit
+        reached = min(matched // unit * unit, limit)
+        best = min(matched - self.geometry.draft_drop_tokens, limit) // unit * unit
+        if best <= local:
+            return local
+        if not self.serves_all(best, local) and self.serves_all(reached, local):
+            return reached
         every = any(g.kind is STATE for g in groups)
         for n in range(best, local, -unit):
             tried = every or n > (best - 1) // chunk * chunk or n % chunk == 0
@@ -112,6 +125,7 @@ def random_geometry(rng):
         num_blocks=1000,
         layout="test",
         n_engine_groups=len(groups),
+        draft_drop_tokens=rng.choice([0, 0, unit if fine else whole]),
     )
 
 
@@ -160,7 +174,8 @@ def test_longest_hit(first):
         unit = geometry.hit_alignment_tokens
         assert limit == max(0, (n_tokens - 1) // unit * unit)
         hit = lookup.find(hashes, local, limit)
-        assert hit.tokens == oracle.hit(local, limit), f"seed {seed}: {geometry}"
+        hashed = len(hashes) * geometry.hash_block_tokens
+        assert hit.tokens == oracle.hit(local, limit, hashed), f"seed {seed}: {geometry}"
         if hit.tokens > local:
             check_pieces(seed, geometry, oracle, hashes, local, hit.tokens, lookup)
 

@@ -13,6 +13,7 @@ from kvtier.storage.catalog import Catalog
 
 TIERS = ("disk", "redis")
 KEYS = [bytes([n]) * 9 for n in range(5)]
+FOLLOWED = 2  # the group of one of them
 
 
 @dataclass
@@ -34,6 +35,7 @@ class CatalogMachine(RuleBasedStateMachine):
     def start(self, n_pages, n_ranks, first):
         self.n_ranks, self.first, self.n_pages = n_ranks, first, n_pages
         self.catalog = Catalog(TIERS, n_ranks, first_page=first)
+        self.catalog.follow(FOLLOWED)  # `check` compares it with all entries
         self.catalog.add_pages(first + n_pages)
         self.chunks: dict[bytes, Chunk] = {}
         self.order: list[Chunk] = []  # oldest use first

@@ -69,12 +69,23 @@ def group(group_id=0, kind=GroupKind.FULL, block=BLOCK, window=None):
     return GroupGeometry(group_id, kind, block, window, (region,))
 
 
-def geometry_of(*groups, unit=None, align=None, chunk=CHUNK, num_blocks=1000):
+def geometry_of(
+    *groups, unit=None, align=None, chunk=CHUNK, num_blocks=1000, draft_drop=0, computed=1
+):
     groups = groups or (group(),)
     sizes = [g.block_tokens for g in groups]
     unit = unit or min(sizes)
     return Geometry(
-        groups, unit, align or max(sizes), max(sizes), chunk, num_blocks, "x", len(groups)
+        groups,
+        unit,
+        align or max(sizes),
+        max(sizes),
+        chunk,
+        num_blocks,
+        "x",
+        len(groups),
+        draft_drop,
+        computed,
     )
 
 

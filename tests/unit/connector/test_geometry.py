@@ -329,6 +329,48 @@ def test_what_is_not_known_is_refused_in_one_line(made: Any, change: Any, says: 
     assert "\n" not in str(caught.value)
 
 
+class Speculation:
+    """An engine's speculative settings; older ones know the second question only."""
+
+    def __init__(self, *, drops: bool, names: tuple[str, ...]) -> None:
+        for name in names:
+            setattr(self, name, lambda: drops)
+
+
+@pytest.mark.parametrize("names", [("use_eagle_block_drop", "use_eagle"), ("use_eagle",)])
+@pytest.mark.parametrize(
+    ("made", "flagged", "drop"),
+    [
+        (config(FullAttentionSpec(block_size=32)), None, 32),
+        (config(FullAttentionSpec(block_size=16), FullAttentionSpec(block_size=32)), 0, 16),
+        (config(FullAttentionSpec(block_size=16), FullAttentionSpec(block_size=32)), None, 32),
+        (
+            config(
+                MambaSpec(block_size=64),
+                FullAttentionSpec(block_size=64),
+                hash_block_size=16,
+                cache_hit_alignment_tokens=16,
+            ),
+            1,
+            16,
+        ),
+    ],
+)
+def test_a_draft_heads_drop_is_the_engines(
+    names: tuple[str, ...], made: CacheConfig, flagged: int | None, drop: int
+) -> None:
+    """Hits end a block of the draft's group before the match, or a matching unit; or not at all."""
+    for number, one in enumerate(made.kv_cache_groups):
+        one.is_eagle_group = number == flagged
+    engine = vllm_config()
+    assert from_kv_cache_config(engine, made).draft_drop_tokens == 0
+    for drops, tokens in ((True, drop), (False, 0)):
+        engine.speculative_config = Speculation(drops=drops, names=names)
+        assert from_kv_cache_config(engine, made).draft_drop_tokens == tokens
+    engine.num_hash_lookahead_tokens = 3
+    assert from_kv_cache_config(engine, made).computed_tokens == 3
+
+
 def test_prefill_context_parallel_is_refused() -> None:
     """Prefill context parallelism is not addressed."""
     with pytest.raises(GeometryError, match="context parallel"):

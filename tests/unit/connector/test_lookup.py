@@ -43,6 +43,13 @@ def test_as_far_as_it_may():
     assert case.find() == (128, MissReason.NONE)
 
 
+def test_hashes_that_look_ahead_leave_more_to_compute():
+    """Where a block's hash covers tokens after it, a hit leaves so many to compute."""
+    case = Case(n_tokens=129, computed=4)
+    case.on("disk", 64, 128)
+    assert case.find() == (112, MissReason.NONE)
+
+
 def test_one_token_is_left_to_compute():
     """Also a prompt that is stored whole keeps its last block to be computed."""
     case = Case(n_tokens=128)
@@ -104,6 +111,43 @@ def test_state_missing():
     assert case.find() == (0, MissReason.STATE_MISSING)
     case.on("disk", 176, group_id=1)
     assert case.find() == (176, MissReason.STATE_MISSING)
+
+
+def test_a_draft_head_takes_a_hit_back_by_a_block():
+    """The last match proves the token after the hit; what is known beyond the limit does, too."""
+    case = Case(n_tokens=145, draft_drop=16)
+    case.on("disk", 64, 128)
+    assert case.find() == (112, MissReason.NOT_STORED)
+    case.on("disk", 144)
+    assert case.find() == (128, MissReason.NONE)
+    assert case.find(limit=112) == (112, MissReason.NONE)
+    assert case.find(local=128) == (128, MissReason.NONE)
+
+
+def test_a_draft_head_never_costs_a_windowed_group_its_chunk():
+    """Where the windows' record ends at the match itself, the hit does, too."""
+    case = Case(group(), group(1, WINDOW, window=20), n_tokens=300, draft_drop=16)
+    case.on("disk", 64, 128, 176)
+    case.on("disk", 64, 128, 176, group_id=1)
+    assert case.find() == (176, MissReason.NOT_STORED)
+    case.on("disk", 160, group_id=1)
+    assert case.find() == (160, MissReason.NOT_STORED)
+
+
+@pytest.mark.parametrize("kind", [WINDOW, STATE])
+@pytest.mark.parametrize("n_states", [0, 3])
+def test_a_long_prompt_asks_only_where_something_is(kind, n_states):
+    """200,000 tokens of attention without windows or states: a few questions, not thousands."""
+    window = 40 if kind is WINDOW else None
+    case = Case(group(), group(1, kind, window=window), n_tokens=200_001)
+    case.on("disk", *range(64, 200_001, 64))
+    here = [64 * 100 * (i + 1) for i in range(n_states)]
+    case.on("disk", *here, group_id=1)
+    asked = []
+    source = case.catalog.source
+    case.catalog.source = lambda key: asked.append(key) or source(key)
+    assert case.find()[0] == max(here, default=0)
+    assert len(asked) < 60
 
 
 def test_a_tail_after_whole_chunks():

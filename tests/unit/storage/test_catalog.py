@@ -30,6 +30,19 @@ def in_ram(catalog, keys):
     return [k for k in keys if catalog.source(k) == RAM]
 
 
+def test_a_group_is_followed_through_its_life():
+    """The prefix hashes of one group: those that were there, come and go."""
+    catalog = catalog_of(2)
+    store(catalog, key(1, 5), key(2, 6))
+    hashes = catalog.follow(5)
+    assert hashes == {key(1)[:-1]}
+    catalog.tier_added("disk", key(3, 5), 0)
+    assert hashes == {key(1)[:-1], key(3)[:-1]}
+    store(catalog, key(4, 6))  # pushes the oldest out
+    catalog.drop(key(3, 5))
+    assert hashes == set() == catalog.follow(5)
+
+
 def test_tail_goes_before_head():
     """RAM gives up a prefix from its end, though its chunks were saved from the start."""
     catalog = catalog_of(4)
