@@ -19,6 +19,7 @@ from .reporting import CommandError
 from .store_words import differences
 
 if TYPE_CHECKING:
+    from .recorded import Recorded
     from .store_base import Record, Space, Store
 
 MAX_PROMPT_BYTES = 256 << 20
@@ -27,12 +28,18 @@ _RECURRENT = "recurrent"
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """What is asked about: token ids, and what else goes into their hashes."""
+    """What is asked about: token ids and what else is hashed; or a recorded request."""
 
     token_ids: Sequence[int]
     cache_salt: str | None = None
     lora: tuple[str, str] | None = None
     tenant: str | None = None
+    recorded: Recorded | None = None
+
+    @property
+    def n_tokens(self) -> int:
+        """Its length."""
+        return len(self.token_ids) if self.recorded is None else self.recorded.prompt_tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,18 +129,21 @@ def chain_of(space: Space, prompt: Prompt) -> Chain:
         raise KVTierError(f"{space.name}: {space.problem or 'does not say how prompts are hashed'}")
     if said.get("hash_lookahead_tokens"):
         raise KVTierError(f"{space.name}: its hashes cover tokens to come; not known here")
-    hash_of, whose = hash_function(str(said.get("hash_algorithm")))
-    hashes = block_hashes(
-        hash_of,
-        bytes.fromhex(root),
-        prompt.token_ids,
-        block,
-        cache_salt=prompt.cache_salt,
-        lora=prompt.lora,
-    )
-    if prompt.tenant is not None:
-        options = read_options({PARAMS_KEY: {"tenant": prompt.tenant}}, None)
-        hashes = list(SaltedHashes(hashes, options.salt))
+    if prompt.recorded is not None:
+        hashes, whose = _recorded_hashes(space, said, block, root, prompt.recorded), "recorded"
+    else:
+        hash_of, whose = hash_function(str(said.get("hash_algorithm")))
+        hashes = block_hashes(
+            hash_of,
+            bytes.fromhex(root),
+            prompt.token_ids,
+            block,
+            cache_salt=prompt.cache_salt,
+            lora=prompt.lora,
+        )
+        if prompt.tenant is not None:
+            options = read_options({PARAMS_KEY: {"tenant": prompt.tenant}}, None)
+            hashes = list(SaltedHashes(hashes, options.salt))
     groups = [
         Group(int(g["group"]), str(g.get("kind")), g.get("window_tokens"))
         for g in said.get("groups", ())
@@ -145,6 +155,23 @@ def chain_of(space: Space, prompt: Prompt) -> Chain:
         parallel.get("pipeline_parallel_size", 1)
     )
     return Chain(space, chunk, block, ranks, groups, hashes, whose)
+
+
+def _recorded_hashes(
+    space: Space, said: dict[str, Any], block_tokens: int, root: str, recorded: Recorded
+) -> list[bytes]:
+    """Return a recorded request's hashes, if engines of this namespace hash in the same way.
+
+    Raises:
+        KVTierError: they do not.
+    """
+    theirs = (recorded.hash_algorithm, recorded.root_hash, recorded.block_tokens)
+    if theirs != (said.get("hash_algorithm"), root, block_tokens):
+        raise KVTierError(
+            f"{space.name}: prompts are hashed in another way than in the recording; "
+            "give the request's token ids"
+        )
+    return recorded.hashes
 
 
 def look_up(store: Store, chain: Chain) -> None:
@@ -225,10 +252,10 @@ def _verdict(
     verdict = {
         "namespace": chain.space.name,
         "model": ((chain.space.description or {}).get("model") or {}).get("path"),
-        "prompt_tokens": len(prompt.token_ids),
+        "prompt_tokens": prompt.n_tokens,
         "hit_tokens": hit,
         "chunk_tokens": chain.chunk_tokens,
-        "chunks": len(prompt.token_ids) // chain.chunk_tokens,
+        "chunks": prompt.n_tokens // chain.chunk_tokens,
         "records_found": len(chain.found),
         "reason": reason,
         "detail": detail,
@@ -265,7 +292,7 @@ def _reason(  # noqa: PLR0911 - a return for each reason
     store: Store, chain: Chain, prompt: Prompt, hit: int, bad: list[tuple[int, str]]
 ) -> tuple[str, str]:
     """Return the best reason that the store shows for a hit that ends at ``hit``."""
-    usable = max(0, len(prompt.token_ids) - 1) // chain.block_tokens * chain.block_tokens
+    usable = max(0, prompt.n_tokens - 1) // chain.block_tokens * chain.block_tokens
     if not chain.hashes:
         return "prompt_short", f"no whole block of {chain.block_tokens} tokens"
     if bad:

@@ -9,6 +9,7 @@ from typing import Annotated, Any, Optional
 import typer
 
 from .exit_codes import EXIT_CODES_HELP, ExitCode
+from .prompt_choice import Recording, RequestId
 from .reporting import CommandError, finish, print_json, reported, table
 from .store_commands import Json, Namespace, StoreName
 
@@ -88,8 +89,11 @@ def _model_config(folder: str | None) -> dict[str, Any] | None:
 def explain(
     store: StoreName,
     prompt: Annotated[
-        str, typer.Argument(metavar="TOKENS", help="File of token ids; - for standard input.")
-    ],
+        Optional[str],  # noqa: UP045
+        typer.Argument(metavar="TOKENS", help="File of token ids; - for standard input."),
+    ] = None,
+    request: RequestId = None,
+    recording: Recording = None,
     namespace: Namespace = None,
     cache_salt: Annotated[
         Optional[str],  # noqa: UP045
@@ -106,14 +110,10 @@ def explain(
 ) -> None:
     """Say how far a prompt hits in a store, and why it ends there."""
     from . import explain as reasons
+    from .prompt_choice import read_asked
     from .store import open_store
 
-    if prompt == "-":
-        text = sys.stdin.read(reasons.MAX_PROMPT_BYTES)
-    else:
-        with open(prompt, encoding="utf-8", errors="replace") as file:
-            text = file.read(reasons.MAX_PROMPT_BYTES)
-    asked = reasons.Prompt(reasons.read_prompt(prompt, text), cache_salt, None, tenant)
+    asked = read_asked(prompt, request, recording, cache_salt, tenant)
     with open_store(store) as opened:
         verdicts = reasons.explain(opened, asked, opened.pick(namespace), check=check)
         name, kind = opened.name, opened.kind
@@ -122,17 +122,31 @@ def explain(
             {
                 "store": name,
                 "kind": kind,
-                "prompt_tokens": len(asked.token_ids),
+                "prompt_tokens": asked.n_tokens,
+                "request": None if asked.recorded is None else asked.recorded.as_dict(),
                 "namespaces": verdicts,
             }
         )
         return
+    if asked.recorded is not None:
+        _print_request(asked.recorded.as_dict())
     if not verdicts:
         print(f"{name} has no namespace with a description: nothing was stored there")
     for number, verdict in enumerate(verdicts):
         if number:
             print()
         _print_verdict(verdict)
+
+
+def _print_request(said: dict[str, Any]) -> None:
+    at = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(said["at_s"]))
+    hits = "".join(f", {n:,} from {tier}" for tier, n in sorted(said["hit_tokens"].items()))
+    print(f"request {said['request']} at {at}, {said['end'] or 'end not known'}")
+    print(f"  the engine restored: {said['device_tokens'] or 0:,} tokens on the device{hits}")
+    print(f"  and ended there because: {str(said['miss']).replace('_', ' ')}")
+    if said["others"]:
+        print(f"  ({said['others']} older requests of this name)")
+    print()
 
 
 def _print_verdict(verdict: dict[str, Any]) -> None:

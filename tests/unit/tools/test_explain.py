@@ -6,10 +6,16 @@ import hashlib
 import json
 import pickle
 import random
+import time
+from types import SimpleNamespace
 
 import pytest
 
 from kvtier.connector import prefix_hash
+from kvtier.connector.lookup import MissReason
+from kvtier.connector.plan import NamespaceInfo
+from kvtier.connector.recorder import Recorder
+from kvtier.connector.request_options import RequestOptions
 from kvtier.storage.key import chunk_key, key_name
 from kvtier.storage.tier import RecordSpec
 from kvtier.tools.redis_server import RedisServer
@@ -243,3 +249,114 @@ def test_token_ids_are_read_in_any_plain_form(tmp_path, text, code):
     found, _, err = kvtier("explain", store.target, path)
     assert found == code
     assert len(err.splitlines()) == (1 if code else 0)
+
+
+# -- by request id ---------------------------------------------------------------------
+
+
+def record(folder, requests, namespace=NAMESPACES[0], root=ROOT):
+    """Let a recorder write requests (id, tokens, arrival), as an engine's does."""
+    info = NamespaceInfo(namespace, 0, described(root=root))
+    made = Recorder(str(folder), 64 << 20, BLOCK)
+    for request_id, tokens, at_s in requests:
+        request = SimpleNamespace(
+            request_id=request_id,
+            arrival_time=time.time() + at_s,
+            num_prompt_tokens=len(tokens),
+            num_tokens=len(tokens) + 4,
+            block_hashes=list(chain(tokens, root).values()),
+            status=SimpleNamespace(name="FINISHED_LENGTH_CAPPED"),
+        )
+        tracker = SimpleNamespace(
+            options=RequestOptions(),
+            local_tokens=16,
+            hits={"disk": 128},
+            reason=MissReason.NOT_STORED,
+        )
+        made.finished(request, tracker, info)
+    made.close()
+
+
+def by_id(store, recording, request_id, *more):
+    where = ("--request", request_id, "--recording", recording, *more)
+    code, out, err = kvtier("explain", store.target, *where, "--json")
+    assert code == 0, err
+    code, text, _ = kvtier("explain", store.target, *where)
+    assert code == 0
+    return json.loads(out), text
+
+
+def test_a_recorded_request_is_explained_like_its_tokens(store, prompt, tmp_path):
+    """The id is enough: the same verdict, and what the engine did at the time."""
+    path, tokens = prompt
+    save(store, tokens, [64, 128])
+    save(store, tokens, [64, 128, 192], namespace=NAMESPACES[1], description=described(ranks=2))
+    other = [t + 1 for t in tokens]
+    record(
+        tmp_path / "rec",
+        [
+            ("chatcmpl-7-ab12", tokens[:100], 0),
+            ("chatcmpl-1-ab12", tokens[:64], 1),
+            ("chatcmpl-1-cd34", [*tokens[:160], *other[160:]], 2),
+            ("chatcmpl-1-ef56", tokens, 3),
+            ("chatcmpl-17-ab12", other, 4),
+        ],
+    )
+    by_tokens = asked(store, path)
+    golden("explain", by_tokens)
+    assert by_tokens["request"] is None
+    found, text = by_id(store, tmp_path / "rec", "chatcmpl-1")
+    for verdict in (*by_tokens["namespaces"], *found["namespaces"]):
+        verdict.pop("hash_function")
+    assert found["namespaces"] == by_tokens["namespaces"]
+    assert found["prompt_tokens"] == 300
+    said = found["request"]
+    assert abs(said.pop("at_s") - time.time() - 3) < 60
+    assert said == {
+        "request": "chatcmpl-1-ef56",
+        "namespace": NAMESPACES[0].hex(),
+        "device_tokens": 16,
+        "hit_tokens": {"disk": 128},
+        "miss": "not_stored",
+        "end": "length_capped",
+        "others": 2,
+    }
+    assert "16 tokens on the device, 128 from disk" in text
+    assert "because: not stored" in text
+    found, _ = by_id(store, tmp_path / "rec", "chatcmpl-1-cd34")
+    assert found["prompt_tokens"] == 300
+    assert found["namespaces"][0]["hit_tokens"] == 128
+    found, _ = by_id(store, tmp_path / "rec", "chatcmpl-17-ab12", "--no-check")
+    assert found["namespaces"][0]["reason"] == "never_stored"
+
+
+def test_recorded_hashes_of_another_kind(store, prompt, tmp_path):
+    """A namespace that hashes in another way is not explained with hashes that mean nothing."""
+    _, tokens = prompt
+    save(store, tokens, [64])
+    record(tmp_path / "rec", [("r-1", tokens, 0)], root=b"another" * 4)
+    found, _ = by_id(store, tmp_path / "rec", "r-1")
+    assert [v["reason"] for v in found["namespaces"]] == ["unknown"]
+    assert "another way" in found["namespaces"][0]["detail"]
+
+
+def test_requests_that_cannot_be_found(prompt, tmp_path):
+    """One line each: no such request, no recording, half a question, a broken line."""
+    path, tokens = prompt
+    store = tmp_path / "store"
+    store.mkdir()
+    record(tmp_path / "rec", [("r-1", tokens, 0), ("r-2", tokens, 0)])
+    (file,) = (tmp_path / "rec").iterdir()
+    broken = tmp_path / "broken.jsonl"
+    broken.write_text(file.read_text().replace('"base":[0,', '"base":[7,'))
+    for arguments, code, words in (
+        (("--request", "r-3", "--recording", file), 1, "no request 'r-3'"),
+        (("--request", "r-1", "--recording", tmp_path / "none"), 4, "No such file"),
+        (("--request", "r-1", "--recording", path), 5, "no recording"),
+        (("--request", "r-1"), 2, "--request needs --recording"),
+        ((), 2, "give token ids"),
+        ((path, "--recording", file), 2, "goes with --request"),
+        (("--request", "r-2", "--recording", broken), 5, "is broken"),
+    ):
+        got, _, err = kvtier("explain", store, *arguments)
+        assert (got, words in err, err.count("\n")) == (code, True, 1), (arguments, err)
