@@ -99,7 +99,7 @@ def _find_in(path: str, request_id: str) -> tuple[Recorded | None, int]:
             header, part = _header(path, number, raw), []
             continue
         if not header:
-            raise CommandError(f"{path} is no recording of kvtier", ExitCode.WRONG_FORMAT)
+            break
         part.append(raw)
         if mark in raw:
             line = _object(path, number, raw)
@@ -107,6 +107,8 @@ def _find_in(path: str, request_id: str) -> tuple[Recorded | None, int]:
             if name == request_id or name.rpartition("-")[0] == request_id:
                 n_found += 1
                 found = _recorded(path, header, part, line)
+    if not header:
+        raise CommandError(f"{path} is no recording of kvtier", ExitCode.WRONG_FORMAT)
     return found, n_found
 
 
