@@ -111,7 +111,7 @@ class SharedLookup:
         hashes = list(hashes)  # the engine may change its own
         ends = range((first + 1) * chunk, limit // chunk * chunk + 1, chunk)
         chunks = [self._keys(hashes, end - chunk, end) for end in ends]
-        inside = partial(self._inside, hashes, first, limit)
+        inside = partial(self._inside, hashes, first, limit, limit_tokens)
         self._number += 1
         question = Question(self._number, ticket, mark, chunks, inside, self._led)
         asked = sum(prober.ask(question) for prober in probers)
@@ -129,13 +129,20 @@ class SharedLookup:
                 keys.append(self._database.key_at(hashes, end, group.group_id))
         return keys
 
-    def _inside(self, hashes: Sequence[bytes], first: int, limit: int, n_whole: int) -> list[bytes]:
-        """Return the keys that can end inside the chunk after ``n_whole`` found ones."""
+    def _inside(
+        self, hashes: Sequence[bytes], first: int, limit: int, longest: int, n_whole: int
+    ) -> list[bytes]:
+        """Return the keys that can end inside the chunk after ``n_whole`` found ones.
+
+        And where the longest hit ends inside the last one found, what windows need there.
+        """
         chunk = self._geometry.chunk_tokens
         start = (first + n_whole) * chunk
         end = min(limit, start + chunk - 1)
         keys: list[bytes] = []
         for group in self._groups:
+            if group.window_tokens is not None and start - chunk < longest < start:
+                keys.append(self._database.key_at(hashes, longest, group.group_id))
             keys += self._ends(hashes, group.group_id, start, end)
         return keys
 

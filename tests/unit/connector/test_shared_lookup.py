@@ -107,6 +107,17 @@ def test_an_answer_becomes_a_hit(setup):
     assert setup.catalog.source(setup.keys()[0]) == "redis"
 
 
+def test_windows_are_asked_for_where_the_longest_hit_ends():
+    """A prompt of whole chunks is restored to a block before its end, with its windows there."""
+    setup = Setup(geometry_of(group(0, GroupKind.FULL), group(1, GroupKind.SLIDING_WINDOW, 32)))
+    setup.ask(128)
+    inside = setup.question.inside(2)
+    assert inside == [hashes(128)[112 // UNIT - 1] + b"\1"]
+    setup.prober.answer(setup.question, [*setup.keys(), *inside])
+    setup.shared.take()
+    assert setup.hit(128) == 112
+
+
 @pytest.mark.parametrize("n_tokens", [64, 128, 130, 250, 256])
 def test_every_record_that_can_serve_is_asked_for(n_tokens):
     """Wherever a prompt ends, all keys at its hashes' ends are asked for, whole chunk or not."""
