@@ -10,8 +10,10 @@ from typer.core import TyperCommand
 from .bench_commands import bench
 from .exit_codes import EXIT_CODES_HELP, ExitCode
 from .inspect_commands import add_inspect_verbs
+from .pin_commands import add_pin_verbs
 from .plan_commands import add_planning_verbs
 from .reporting import finish, print_json, reported
+from .soak_commands import add_soak_verb
 from .store_commands import add_store_verbs
 
 app = typer.Typer(
@@ -26,8 +28,10 @@ config_app = typer.Typer(help="Configurations of the connector.", no_args_is_hel
 app.add_typer(config_app, name="config")
 app.add_typer(bench, name="bench")
 add_store_verbs(app)
+add_pin_verbs(app)
 add_inspect_verbs(app)
 add_planning_verbs(app)
+add_soak_verb(app)
 
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
 

@@ -82,7 +82,7 @@ class Session:
     def __init__(self, plan: SessionPlan, encode: Callable[[str], list[int]], seed: int) -> None:
         self.plan = plan
         self._encode = encode
-        self._pieces = _pieces(plan.name, random.Random(f"{seed}/{plan.name}"))  # noqa: S311
+        self._pieces = pieces(plan.name, random.Random(f"{seed}/{plan.name}"))  # noqa: S311
         self._cue = encode(ROLES["assistant"])
         self._token_ids: list[int] = []
         self._turn = 0
@@ -106,7 +106,7 @@ class Session:
         return list(self._token_ids)
 
 
-def _pieces(name: str, rng: random.Random) -> Iterator[str]:
+def pieces(name: str, rng: random.Random) -> Iterator[str]:
     """Yield messages for ever: instructions once, then requests and tool output in turn."""
     noun = rng.choice(NOUNS)
     yield ROLES["system"].format(

@@ -1,0 +1,256 @@
+"""``kvtier soak``: options, progress and how it ends."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import signal
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Optional
+
+import typer
+
+from .exit_codes import EXIT_CODES_HELP, ExitCode
+from .reporting import CommandError, finish, note, print_json, reported
+from .soak_listener import Listener
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from .soak_options import SoakOptions
+
+FINDINGS_SHOWN = 12
+REFRESH_S = 1.0
+
+
+def add_soak_verb(app: typer.Typer) -> None:
+    """Add the verb to the command."""
+    app.command(epilog=EXIT_CODES_HELP)(soak)
+
+
+@reported
+def soak(
+    minutes: Annotated[float, typer.Option(help="Minutes of traffic through kvtier.")] = 10.0,
+    report: Annotated[
+        Path, typer.Option(help="Folder for report.html, report.json and the engine's log.")
+    ] = Path("soak-report"),
+    model: Annotated[
+        Optional[str],  # noqa: UP045 (typer reads annotations at run time, on Python 3.10 too)
+        typer.Option(help="Model folder or name; by default SmolLM2-135M-Instruct."),
+    ] = None,
+    dtype: Annotated[str, typer.Option(help="Type of weights and KV.")] = "float32",
+    url: Annotated[
+        Optional[str],  # noqa: UP045
+        typer.Option(help="A running OpenAI-compatible server instead of an engine of its own."),
+    ] = None,
+    oracle_url: Annotated[
+        Optional[str],  # noqa: UP045
+        typer.Option(help="Beside --url: a server without any cache, for the right answers."),
+    ] = None,
+    pid: Annotated[
+        Optional[int],  # noqa: UP045
+        typer.Option(help="Beside --url: process whose memory is watched."),
+    ] = None,
+    traffic: Annotated[
+        str, typer.Option(help="synthetic, agent-sessions, or a trace file.")
+    ] = "synthetic",
+    sessions: Annotated[int, typer.Option(help="Different sessions.", min=1)] = 6,
+    turns: Annotated[int, typer.Option(help="Most turns of a session.", min=1)] = 4,
+    users: Annotated[int, typer.Option(help="Sessions under way at a time.", min=1)] = 2,
+    answer_tokens: Annotated[int, typer.Option(help="Tokens of an answer.", min=1)] = 8,
+    aborts: Annotated[
+        float, typer.Option(help="Share of requests that are given up.", min=0, max=1)
+    ] = 0.06,
+    context_tokens: Annotated[
+        Optional[int],  # noqa: UP045
+        typer.Option(help="Longest prompt and answer; by default fitted to the time.", min=128),
+    ] = None,
+    device_tokens: Annotated[
+        Optional[int],  # noqa: UP045
+        typer.Option(help="Size of the device's cache; by default too small for all sessions."),
+    ] = None,
+    kvtier: Annotated[
+        Optional[str],  # noqa: UP045
+        typer.Option(metavar="JSON", help="Settings of kvtier, over those that the soak chooses."),
+    ] = None,
+    engine: Annotated[
+        Optional[str],  # noqa: UP045
+        typer.Option(metavar="JSON", help="Further arguments of vllm.LLM, for all engines."),
+    ] = None,
+    redis: Annotated[
+        Optional[str],  # noqa: UP045
+        typer.Option(help="A Redis URL as a further tier, or start for one of the soak's own."),
+    ] = None,
+    faults: Annotated[
+        str,
+        typer.Option(
+            help="Of disk-corrupt, disk-full, disk-slow, redis-kill, redis-hang, redis-evict, "
+            "engine-kill; several with commas, or all."
+        ),
+    ] = "",
+    three_way: Annotated[
+        bool, typer.Option(help="Also play all sessions with vLLM's own prefix cache alone.")
+    ] = True,
+    seed: Annotated[int, typer.Option(help="Traffic and faults come from it.")] = 1,
+    storage_only: Annotated[
+        bool, typer.Option("--storage-only", help="The storage half alone, without an engine.")
+    ] = False,
+    operations: Annotated[
+        Optional[int],  # noqa: UP045
+        typer.Option(help="With --storage-only: end after so many.", min=1),
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the report's JSON.")] = False,
+) -> None:
+    """Drive an engine with agent sessions and prove that answers are right and memory is steady."""
+    if minutes <= 0:
+        raise CommandError("--minutes must be more than 0", ExitCode.USAGE)
+    from .soak_options import ALL_FAULTS, SoakOptions
+
+    chosen = [name.strip() for name in faults.split(",") if name.strip()]
+    options = SoakOptions(
+        minutes=minutes,
+        report=report,
+        model=model,
+        dtype=dtype,
+        url=url,
+        oracle_url=oracle_url,
+        metrics_pid=pid,
+        traffic=traffic,
+        sessions=sessions,
+        turns=turns,
+        answer_tokens=answer_tokens,
+        users=users,
+        abort_share=aborts,
+        context_tokens=context_tokens,
+        device_tokens=device_tokens,
+        kvtier=_object("--kvtier", kvtier),
+        redis=redis,
+        faults=tuple(ALL_FAULTS if chosen == ["all"] else chosen),
+        three_way=three_way,
+        seed=seed,
+        engine=_object("--engine", engine),
+    )
+    options.check()
+    report.mkdir(parents=True, exist_ok=True)
+    with _interruptible() as stopped:
+        found = _run(options, stopped, storage_only, operations)
+    write_report(report, found)
+    if as_json:
+        print_json(found)
+    else:
+        _say(found, report)
+    finish(exit_code(found))
+
+
+def exit_code(found: dict[str, Any]) -> ExitCode:
+    """Return how the command ends: 1 when something was wrong, 130 when it was cut short."""
+    if not found["ok"]:
+        return ExitCode.FAILURE
+    return ExitCode.INTERRUPTED if found["interrupted"] else ExitCode.OK
+
+
+def _object(option: str, text: str | None) -> dict[str, Any]:
+    if text is None:
+        return {}
+    try:
+        value = json.loads(text)
+    except ValueError as error:
+        raise CommandError(f"{option} is no JSON: {error}", ExitCode.USAGE) from None
+    if not isinstance(value, dict):
+        raise CommandError(f"{option} is no JSON object", ExitCode.USAGE)
+    return value
+
+
+def _run(
+    options: SoakOptions, stopped: threading.Event, storage_only: bool, operations: int | None
+) -> dict[str, Any]:
+    progress = Progress(sys.stderr.isatty())
+    if storage_only:
+        raise CommandError("not there yet")
+    del operations
+    from .soak import Soak
+
+    return Soak(options, progress, stopped).run()
+
+
+@contextlib.contextmanager
+def _interruptible() -> Iterator[threading.Event]:
+    """Turn the first Ctrl-C into an event; a second one ends at once."""
+    stopped = threading.Event()
+
+    def on_interrupt(*_: object) -> None:
+        if stopped.is_set():
+            raise KeyboardInterrupt
+        stopped.set()
+        note("ending: the report follows (once more to end at once)")
+
+    before = {s: signal.signal(s, on_interrupt) for s in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield stopped
+    finally:
+        for which, handler in before.items():
+            signal.signal(which, handler)
+
+
+class Progress(Listener):
+    """One line on a terminal, rewritten: phase, share, time left."""
+
+    def __init__(self, shown: bool) -> None:
+        self._shown = shown
+        self._phase = ""
+        self._at_s = 0.0
+        self._wide = 0
+
+    def phase(self, text: str) -> None:
+        """Begin a phase."""
+        self._phase = text
+        self._write(text)
+
+    def progress(self, done_s: float, of_s: float, text: str) -> None:
+        """Say how far it is, once a second."""
+        now_s = time.monotonic()
+        if now_s - self._at_s < REFRESH_S:
+            return
+        self._at_s = now_s
+        left = _clock(max(0.0, of_s - done_s))
+        self._write(f"{self._phase}: {_clock(done_s)} of {_clock(of_s)}, {left} left; {text}")
+
+    def _write(self, text: str) -> None:
+        if self._shown:
+            sys.stderr.write("\r" + text.ljust(self._wide))
+            sys.stderr.flush()
+            self._wide = len(text)
+
+
+def _clock(seconds: float) -> str:
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
+
+
+def write_report(folder: Path, found: dict[str, Any]) -> None:
+    """Write report.json and report.html."""
+    from .soak_html import page
+
+    (folder / "report.json").write_text(json.dumps(found, indent=1) + "\n")
+    (folder / "report.html").write_text(page(found), encoding="utf-8")
+
+
+def _say(found: dict[str, Any], folder: Path) -> None:
+    if sys.stderr.isatty():
+        note("")
+    traffic, noise = found["traffic"], found["noise"]
+    print(f"noise: logprobs of equal requests differ by {noise['alone']:.2g} alone, "
+          f"{noise['together']:.2g} beside others; "
+          f"up to {found['setup'].get('tolerance', 0):.2g} is no difference")  # fmt: skip
+    tokens = ", ".join(f"{n:,} {name}" for name, n in traffic["tokens"].items() if n)
+    print(f"answers: {traffic['answered']}, wrong: {traffic['wrong']}, given up: "
+          f"{traffic['aborted']}; prompt tokens: {tokens or 'none'}")  # fmt: skip
+    for row in found["findings"][:FINDINGS_SHOWN]:
+        print(f"{row['party']}: {row['text']}")
+    if len(found["findings"]) > FINDINGS_SHOWN:
+        print(f"and {len(found['findings']) - FINDINGS_SHOWN} more findings")
+    print(f"{found['verdict']}; report: {folder / 'report.html'}")
