@@ -5,6 +5,7 @@ the least recently used first. One process evicts at a time. Its own records it
 knows from the index; those of other namespaces and ranks from the last walk of
 the directory, which keeps the oldest few thousand of them. Before a file goes,
 its modification time is looked at once more: another engine may have used it.
+What is pinned stays.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from .disk_layout import (
 )
 from .disk_place import remove_all
 from .disk_usage import LockedFile
+from .pins import PinnedKeys
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -120,7 +122,10 @@ class Evictor:
         self._clock = clock
         self._lock = LockedFile(f"{root}/{CONTROL}/evict.lock")
         self._journals: dict[str, JournalWriter] = {}
+        self._namespace = bytes.fromhex(folder.split("/")[-2])
+        self._began_s = 0.0  # of the eviction that goes on
         self.others = OldestOthers()
+        self.pins = PinnedKeys(root, clock)
 
     def make_room(self, file_bytes: int, capacity_bytes: int, *, at_least: int = 0) -> bool:
         """Evict until ``file_bytes`` fit below the capacity; False when nothing is left to evict.
@@ -132,6 +137,8 @@ class Evictor:
             UsageUnknown, TierUnavailable, OSError.
         """
         with self._lock.locked():
+            self.pins.refresh(capacity_bytes)
+            self._began_s = self._clock()
             freed = 0
             # A little more than asked, so that not every put becomes an evictor.
             slack = min(capacity_bytes // 64, 8 * file_bytes)
@@ -168,15 +175,32 @@ class Evictor:
 
     def _drop_oldest(self) -> int | None:
         """Evict one record, or learn that it is not the oldest (0); None when there is none."""
-        own, other = self._index.oldest(), self.others.oldest()
+        own, other = self._oldest_own(), self._oldest_other()
         if self._walk_first(own[1].used_at_s if own else None):
             self._walk()
-            own, other = self._index.oldest(), self.others.oldest()
+            own, other = self._oldest_own(), self._oldest_other()
         if other is not None and (own is None or self.others.oldest_used_at_s() < own[1].used_at_s):
             return self._drop_other(other)
         if own is None:
             return None
         return self._drop_own(*own)
+
+    def _oldest_own(self) -> tuple[bytes, Entry] | None:
+        """Return the oldest own record that is not pinned; pinned ones count as used just now."""
+        while (own := self._index.oldest()) is not None and self.pins.holds(
+            self._namespace, own[0]
+        ):
+            if own[1].used_at_s >= self._began_s:
+                return None  # nothing older is left but what is pinned
+            self._index.used_later(own[0], self._began_s)
+        return own
+
+    def _oldest_other(self) -> RecordFile | None:
+        while (file := self.others.oldest()) is not None and self.pins.holds(
+            file.namespace, file.key
+        ):
+            self.others.pop()
+        return file
 
     def _walk_first(self, own_oldest_s: float | None) -> bool:
         """Whether what is known of the others cannot tell who is the oldest.

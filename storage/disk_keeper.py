@@ -18,11 +18,13 @@ from typing import TYPE_CHECKING
 from .disk_journal import JournalReader
 from .disk_layout import (
     CONTROL,
+    WITHOUT_CAP_BYTES,
     iter_quarantine,
     iter_record_files,
     iter_tmp_files,
     record_path,
 )
+from .disk_place import write_capacity
 from .disk_usage import UsageUnknown
 from .errors import KVTierError, TierUnavailable
 
@@ -88,6 +90,7 @@ class Keeper:
 
     def _run(self, capacity_bytes: int, poll_s: float) -> None:
         reader = JournalReader(self._folder)  # before the walk: nothing falls in between
+        self._tell_capacity(capacity_bytes)
         next_walk_s = time.monotonic()
         while not self._stop.is_set():
             due = time.monotonic() >= next_walk_s or self._wanted.is_set()
@@ -110,6 +113,12 @@ class Keeper:
         with self._reported():
             self._write_touches()
         reader.close()
+
+    def _tell_capacity(self, capacity_bytes: int) -> None:
+        """Say in the store how much engines may put there, for commands."""
+        if capacity_bytes < WITHOUT_CAP_BYTES:
+            with contextlib.suppress(OSError):
+                write_capacity(self._root, capacity_bytes, f"{self._owner.tmp_name()}.tmp")
 
     @contextlib.contextmanager
     def _reported(self) -> Iterator[None]:
@@ -168,7 +177,7 @@ class Keeper:
             count.total_bytes += file.file_bytes
             if file.path.startswith(own):
                 self._index.add(file.key, file.file_bytes, file.used_at_s, fresh=False)
-            else:
+            elif not self.evictor.pins.holds(file.namespace, file.key):
                 yield file
 
     def _drop_unseen(self) -> None:

@@ -38,6 +38,7 @@ QUARANTINE = "quarantine"
 CONTROL = ".kvtier"
 FOLDER_MODE = 0o700
 FILE_MODE = 0o600
+WITHOUT_CAP_BYTES = 1 << 62  # a tier that a command opens must not evict
 TOKEN_AGE_S = 200e-6  # a new chunk looks so much older for each token before it
 
 _NAMESPACE = re.compile(rf"[0-9a-f]{{{2 * NAMESPACE_BYTES}}}")

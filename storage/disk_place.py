@@ -8,13 +8,14 @@ import stat
 from typing import TYPE_CHECKING
 
 from .disk_file import file_bytes
-from .disk_layout import FILE_MODE, make_folders
+from .disk_layout import CONTROL, FILE_MODE, make_folders
 from .record import DISK_HEADER_BYTES, sealed_bytes
 from .tier import ALIGN_BYTES
 
 if TYPE_CHECKING:
     from .tier import RecordSpec
 
+_CAPACITY = "capacity"
 _NO_LINKS = frozenset({errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK})
 
 
@@ -91,3 +92,24 @@ def write_small(path: str, tmp: str, data: bytes) -> None:
     finally:
         os.close(fd)
     os.rename(tmp, path)
+
+
+def write_capacity(root: str, capacity_bytes: int, tmp_name: str) -> None:
+    """Keep the capacity that an engine was given beside the store's counter.
+
+    Raises:
+        OSError.
+    """
+    make_folders(f"{root}/{CONTROL}")
+    folder = f"{root}/{CONTROL}"
+    write_small(f"{folder}/{_CAPACITY}", f"{folder}/{tmp_name}", b"%d\n" % capacity_bytes)
+
+
+def read_capacity(root: str) -> int | None:
+    """Return the capacity that the last engine to start was given; None where none has."""
+    try:
+        with open(f"{root}/{CONTROL}/{_CAPACITY}", "rb") as file:
+            text = file.read(32).strip()
+    except OSError:
+        return None
+    return int(text) if text.isdigit() else None

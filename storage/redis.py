@@ -114,6 +114,7 @@ class RedisTier(Tier):
         self._changed: dict[bytes, bool] = {}
         self._records = self._stored_bytes = 0
         self._described_s = float("-inf")
+        self._expire_xx = True  # until the server says that it does not know it
 
     def __repr__(self) -> str:
         return f"RedisTier({self.settings.safe_url!r}, rank={self._rank})"
@@ -205,25 +206,74 @@ class RedisTier(Tier):
         return deleted
 
     def touch(self, keys: Iterable[bytes]) -> None:
-        """Give records their whole time to live again; best effort, nothing without one."""
+        """Give records their whole time to live again; best effort, nothing without one.
+
+        What has no time to live (it is pinned) gets none, where the server knows ``XX``.
+        """
         ttl_s = self.settings.ttl_s
         if ttl_s is None:
             return
-        wanted = list(dict.fromkeys(keys))
         try:
-            for start in range(0, len(wanted), _BATCH_KEYS):
-                batch = wanted[start : start + _BATCH_KEYS]
-                self._ask(
-                    Question(name, command(b"EXPIRE", name, int(ttl_s) + margin_s))
-                    for key, head in zip(batch, self._heads(batch), strict=True)
-                    if head is not None
+            if self._expire(keys, ttl_s, only_living=self._expire_xx):
+                return
+            self._expire_xx = False  # a server before Redis 7
+            self._expire(keys, ttl_s, only_living=False)
+        except TierError:
+            return  # the next use tries again
+
+    def persist(self, keys: Iterable[bytes]) -> int:
+        """Take the time to live off records; return how many are there.
+
+        Raises:
+            TierUnavailable, TierRefused.
+        """
+        return self._change_lives(keys, lambda name, _: command(b"PERSIST", name))[0]
+
+    def expire(self, keys: Iterable[bytes]) -> int:
+        """Give records their time to live (back); return how many are there.
+
+        Raises:
+            TierUnavailable, TierRefused.
+        """
+        ttl_s = self.settings.ttl_s
+        if ttl_s is None:
+            return self.persist(keys)
+        return self._change_lives(
+            keys, lambda name, margin_s: command(b"EXPIRE", name, int(ttl_s) + margin_s)
+        )[0]
+
+    def _expire(self, keys: Iterable[bytes], ttl_s: float, *, only_living: bool) -> bool:
+        """Give records their time to live; False where the server does not know ``XX``."""
+        more = (b"XX",) if only_living else ()
+        _, answers = self._change_lives(
+            keys, lambda name, margin_s: command(b"EXPIRE", name, int(ttl_s) + margin_s, *more)
+        )
+        return not any(isinstance(a, ServerError) and a.code == "ERR" for a in answers)
+
+    def _change_lives(
+        self, keys: Iterable[bytes], make: Callable[[bytes, int], bytes]
+    ) -> tuple[int, list[Answer]]:
+        """Ask ``make(name, margin)`` of each value of records, stripes before their head."""
+        wanted = list(dict.fromkeys(keys))
+        answers: list[Answer] = []
+        n_found = 0
+        for start in range(0, len(wanted), _BATCH_KEYS):
+            batch = wanted[start : start + _BATCH_KEYS]
+            heads = zip(batch, self._heads(batch), strict=True)
+            found = [(key, head) for key, head in heads if head is not None]
+            n_found += len(found)
+            answers += self._ask(
+                (
+                    Question(name, make(name, margin_s))
+                    for key, head in found
                     for name, margin_s in (
                         *((stripe, 600) for stripe in self._names.stripes(key, head)),
                         (self._names.head(key), 0),
                     )
-                )
-        except TierError:
-            return  # the next use tries again
+                ),
+                tolerated=("ERR",),
+            )
+        return n_found, answers
 
     def _heads(self, keys: Sequence[bytes]) -> list[Head | None]:
         found = self._ask_each(keys, lambda name: command(b"GETRANGE", name, 0, HEAD_BYTES - 1))
@@ -233,10 +283,10 @@ class RedisTier(Tier):
         names = [self._names.head(key) for key in keys]
         return self._ask(Question(name, make(name)) for name in names)
 
-    def _ask(self, questions: Iterable[Question]) -> list[Answer]:
+    def _ask(self, questions: Iterable[Question], tolerated: tuple[str, ...] = ()) -> list[Answer]:
         answers = ask(self._servers, list(questions))
         for answer in answers:
-            if isinstance(answer, ServerError) and answer.code != "WRONGTYPE":
+            if isinstance(answer, ServerError) and answer.code not in {"WRONGTYPE", *tolerated}:
                 raise_error(answer, self.settings.safe_url)
         return answers
 

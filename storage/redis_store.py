@@ -15,6 +15,7 @@ from .key import chunk_key
 from .redis import RedisTier
 from .redis_ask import Question, ask, ask_node
 from .redis_layout import HEAD_BYTES, Head, Names, escape_glob, parse_head
+from .redis_pins import drop_pin, pin_name, read_pins, write_pin
 from .redis_scan import FoundHead, head_names, heads_of
 from .redis_servers import Servers
 from .redis_wire import ServerError, command, raise_error
@@ -22,6 +23,7 @@ from .redis_wire import ServerError, command, raise_error
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    from .pins import Pin
     from .redis_url import RedisSettings
 
 
@@ -208,6 +210,20 @@ class RedisStore:
         """Delete a namespace's words (its records are cleared through their tiers)."""
         name = Names(self.settings.prefix, namespace, 0).description
         ask(self._servers, [Question(name, command(b"UNLINK", name))])
+
+    def pins(self) -> list[Pin]:
+        """Return all pins, the oldest first."""
+        prefix = self.settings.prefix
+        start = pin_name(prefix, "")
+        return read_pins(self._servers, prefix, self._names(escape_glob(start) + b"*"))
+
+    def add_pin(self, pin: Pin) -> None:
+        """Keep a pin's words; the records' lives are changed through their tiers."""
+        write_pin(self._servers, self.settings.prefix, pin, self.settings.safe_url)
+
+    def remove_pin(self, name: str) -> bool:
+        """Drop a pin's words; return whether they were there."""
+        return drop_pin(self._servers, self.settings.prefix, name, self.settings.safe_url)
 
     def close(self) -> None:
         """Close all connections. Idempotent."""

@@ -9,7 +9,7 @@ from typing import Annotated, Any, Optional
 import typer
 
 from .exit_codes import EXIT_CODES_HELP, ExitCode
-from .prompt_choice import Recording, RequestId
+from .prompt_choice import CacheSalt, Recording, RequestId, Tenant, Tokens
 from .reporting import CommandError, finish, print_json, reported, table
 from .store_commands import Json, Namespace, StoreName
 
@@ -88,21 +88,12 @@ def _model_config(folder: str | None) -> dict[str, Any] | None:
 @reported
 def explain(
     store: StoreName,
-    prompt: Annotated[
-        Optional[str],  # noqa: UP045
-        typer.Argument(metavar="TOKENS", help="File of token ids; - for standard input."),
-    ] = None,
+    prompt: Tokens = None,
     request: RequestId = None,
     recording: Recording = None,
     namespace: Namespace = None,
-    cache_salt: Annotated[
-        Optional[str],  # noqa: UP045
-        typer.Option(help="The request's cache_salt."),
-    ] = None,
-    tenant: Annotated[
-        Optional[str],  # noqa: UP045
-        typer.Option(help="The request's tenant in kv_transfer_params."),
-    ] = None,
+    cache_salt: CacheSalt = None,
+    tenant: Tenant = None,
     check: Annotated[
         bool, typer.Option(help="Read the payloads that a hit would use, and check them.")
     ] = True,

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from types import TracebackType
 
     from ..storage.disk_verify import VerifyResult
+    from ..storage.pins import Pin
     from ..storage.record import Header
     from ..storage.tier import Tier
 
@@ -221,6 +222,26 @@ class Store(ABC):
         """Remove what `loose` returned; return how much of it was there."""
 
     @abstractmethod
+    def pins(self) -> list[Pin]:
+        """Return what people have pinned, the oldest first."""
+
+    @abstractmethod
+    def pin(self, pin: Pin, records: list[Record]) -> None:
+        """Pin records: keep them from eviction, as far as this store can."""
+
+    @abstractmethod
+    def unpin(self, pin: Pin) -> None:
+        """Drop a pin; what no other pin holds is evicted like anything else again."""
+
+    @abstractmethod
+    def pin_limit_bytes(self) -> int | None:
+        """Return how many bytes may be pinned; None where the store does not say."""
+
+    @abstractmethod
+    def pin_warning(self) -> str | None:
+        """Return why pins may not hold here, in one line; None where they do."""
+
+    @abstractmethod
     def forget(self, namespace: bytes) -> None:
         """Remove what is kept of a namespace without records; does nothing while it has any."""
 
@@ -252,6 +273,12 @@ class Store(ABC):
             which = "no namespace begins" if not found else f"{len(found)} namespaces begin"
             raise CommandError(f"{which} with {start!r}; see `kvtier stat`", ExitCode.USAGE)
         return found[0].namespace
+
+    def pinned(self) -> dict[bytes, frozenset[bytes]]:
+        """Return the keys that are pinned, by namespace."""
+        from ..storage.pins import keys_by_namespace
+
+        return keys_by_namespace(self.pins())
 
     def find(self, start: str, namespace: bytes | None = None) -> list[Record]:
         """Return the records of the one key that is, or begins with, ``start``.

@@ -13,10 +13,11 @@ from .store_commands import Json, Namespace, Progress, StoreName
 
 if TYPE_CHECKING:
     from .store_base import Loose, Record, Store
+    from .store_select import Pinned
 
 DryRun = Annotated[bool, typer.Option("--dry-run", help="Only say what would be done.")]
 Yes = Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")]
-_BATCH = 256
+Included = Annotated[bool, typer.Option("--pinned", help="Also what is pinned; its pins go, too.")]
 
 
 @reported
@@ -38,13 +39,14 @@ def prune(
     orphaned: Annotated[
         bool, typer.Option("--orphaned", help="Also what belongs to no record.")
     ] = False,
+    pinned: Included = False,
     dry_run: DryRun = False,
     yes: Yes = False,
     as_json: Json = False,
 ) -> None:
     """Delete the records that meet every condition given; at least one must be."""
     from .store import open_store
-    from .store_select import Selection, n_bytes, seconds
+    from .store_select import Pinned, Selection, n_bytes, seconds
 
     with open_store(store) as opened:
         chosen = Selection(
@@ -61,13 +63,15 @@ def prune(
                 ExitCode.USAGE,
             )
         progress = Progress()
+        # what no engine asks for any more is not worth its pin
+        spare = Pinned(opened, included=pinned or stale)
         records = (
             []
             if chosen.says_nothing
-            else chosen.find(opened, lambda n: progress(f"{n:,} records seen"))
+            else chosen.find(opened, lambda n: progress(f"{n:,} records seen"), spare=spare)
         )
         loose = opened.loose() if orphaned else []
-        _delete(opened, records, loose, dry_run=dry_run, yes=yes, as_json=as_json)
+        _delete(opened, records, loose, spare, dry_run=dry_run, yes=yes, as_json=as_json)
 
 
 @reported
@@ -81,12 +85,14 @@ def rm(
     everything: Annotated[
         bool, typer.Option("--all", help="All records of all namespaces.")
     ] = False,
+    pinned: Included = False,
     dry_run: DryRun = False,
     yes: Yes = False,
     as_json: Json = False,
 ) -> None:
     """Delete single records, one namespace, or (--all) everything that kvtier keeps there."""
     from .store import open_store
+    from .store_select import Pinned
 
     if not keys and namespace is None and not everything:
         raise CommandError("rm needs keys, --namespace or --all", ExitCode.USAGE)
@@ -102,10 +108,12 @@ def rm(
         spaces = {record.namespace for record in records.values()}
         if not keys:
             spaces |= {s.namespace for s in opened.described() if chosen in {None, s.namespace}}
+        spare = Pinned(opened, included=pinned)
         _delete(
             opened,
-            [records[order] for order in sorted(records)],
+            [records[order] for order in sorted(records) if not spare(records[order])],
             [],
+            spare,
             dry_run=dry_run,
             yes=yes or bool(keys),
             as_json=as_json,
@@ -119,13 +127,14 @@ def _delete(
     opened: Store,
     records: list[Record],
     loose: list[Loose],
+    spare: Pinned,
     *,
     dry_run: bool,
     yes: bool,
     as_json: bool,
 ) -> None:
     from .store_base import delete
-    from .store_select import outcome
+    from .store_select import drop_pins, outcome
 
     total = size(sum(record.stored_bytes for record in records))
     what = f"{len(records):,} records, {total}"
@@ -140,8 +149,11 @@ def _delete(
                 deleted += 1
                 progress(f"{deleted:,} of {len(records):,} deleted")
             swept = opened.sweep(loose)
+            drop_pins(opened, records)
     finally:
-        result = outcome(opened, records, deleted=deleted, dry_run=dry_run, swept=swept)
+        result = outcome(
+            opened, records, deleted=deleted, dry_run=dry_run, swept=swept, pinned=spare.spared
+        )
         if deleted or swept or dry_run or not records:
             _print_outcome(result, what, as_json=as_json)
 
@@ -160,6 +172,8 @@ def _print_outcome(result: dict[str, Any], what: str, *, as_json: bool) -> None:
     else:
         left = f" and {result['swept']:,} left-overs" if result["swept"] else ""
         print(f"{result['deleted']:,} records{left} deleted")
+    if result["pinned"]:
+        print(f"{result['pinned']:,} pinned records stay; --pinned takes them, too")
 
 
 def _confirm(question: str, *, yes: bool) -> None:

@@ -48,10 +48,11 @@ def ls(
 
     with open_store(store) as opened:
         rows = opened.records(opened.pick(namespace), prefix)
+        pinned = opened.pinned()
         if as_json:
             print(f'{{"store": {json.dumps(opened.name)}, "records": [', end="")
             for number, record in enumerate(rows):
-                row = json.dumps(_row(record))
+                row = json.dumps(_row(record, pinned))
                 print(",\n" if number else "\n", row, sep="", end="", flush=not number % 512)
             print("\n]}")
             return
@@ -60,12 +61,17 @@ def ls(
         for number, record in enumerate(rows):
             print(
                 f"{record.namespace.hex()[:8]:<10}{record.rank:>5}{size(record.stored_bytes):>12}"
-                f"{age(record.used_at_s, now_s):>10}  {record.name}",
+                f"{age(record.used_at_s, now_s):>10}  {record.name}"
+                f"{'  pinned' if _is_pinned(record, pinned) else ''}",
                 flush=not number % 512,
             )
 
 
-def _row(record: Record) -> dict[str, Any]:
+def _is_pinned(record: Record, pinned: dict[bytes, frozenset[bytes]]) -> bool:
+    return record.key in pinned.get(record.namespace, ())
+
+
+def _row(record: Record, pinned: dict[bytes, frozenset[bytes]]) -> dict[str, Any]:
     return {
         "namespace": record.namespace.hex(),
         "rank": record.rank,
@@ -73,6 +79,7 @@ def _row(record: Record) -> dict[str, Any]:
         "group": record.key[-1],
         "stored_bytes": record.stored_bytes,
         "used_at_s": record.used_at_s,
+        "pinned": _is_pinned(record, pinned),
     }
 
 
@@ -159,9 +166,15 @@ def show(
 
     with open_store(store) as opened:
         found = opened.find(key, opened.pick(namespace))
+        pins = opened.pins()
         shown = []
         for record in found:
             shown.append(describe(opened, record))
+            shown[-1]["pins"] = [
+                pin.name
+                for pin in pins
+                if pin.namespace == record.namespace and record.key in pin.keys
+            ]
             if neighbours:
                 shown[-1]["neighbours"] = neighbours_of(opened, record, shown[-1])
     if as_json:

@@ -12,6 +12,7 @@ from ..storage.disk_layout import (
     NAMESPACE_FILE,
     QUARANTINE,
     TOKEN_AGE_S,
+    WITHOUT_CAP_BYTES,
     RecordFile,
     iter_quarantine,
     iter_record_files,
@@ -30,9 +31,8 @@ if TYPE_CHECKING:
 
     from ..storage.disk import DiskTier
     from ..storage.disk_verify import VerifyResult
+    from ..storage.pins import Pin
     from ..storage.record import Header
-
-WITHOUT_CAP_BYTES = 1 << 62  # a tier opened by a command must not evict
 
 
 class DiskStore(Store):
@@ -194,6 +194,36 @@ class DiskStore(Store):
                 os.unlink(item.place)
                 done += 1
         return done
+
+    def pins(self) -> list[Pin]:
+        """Read the pins' files; see `Store.pins`."""
+        from ..storage.pins import PinFolder
+
+        return PinFolder(self.root).all()
+
+    def pin(self, pin: Pin, records: list[Record]) -> None:  # noqa: ARG002 - keys are enough here
+        """Write a pin's file, which engines look for before they evict; see `Store.pin`."""
+        from ..storage.pins import PinFolder
+
+        PinFolder(self.root).add(pin)
+
+    def unpin(self, pin: Pin) -> None:
+        """Remove a pin's file; see `Store.unpin`."""
+        from ..storage.pins import PinFolder
+
+        PinFolder(self.root).remove(pin.name)
+
+    def pin_limit_bytes(self) -> int | None:
+        """Return a share of the capacity that the last engine to start was given."""
+        from ..storage.disk_place import read_capacity
+        from ..storage.pins import PIN_SHARE
+
+        capacity_bytes = read_capacity(self.root)
+        return None if capacity_bytes is None else capacity_bytes // PIN_SHARE
+
+    def pin_warning(self) -> str | None:
+        """Return nothing: whoever evicts here looks at the pins."""
+        return None
 
     def forget(self, namespace: bytes) -> None:
         """Remove a namespace's empty folders and description; see `Store.forget`."""

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
     from ..storage.disk_verify import VerifyResult
+    from ..storage.pins import Pin
     from ..storage.record import Header
     from ..storage.redis import RedisTier
     from ..storage.redis_scan import FoundHead
@@ -216,6 +217,52 @@ class RedisServerStore(Store):
     def sweep(self, loose: list[Loose]) -> int:
         """Delete stripes; see `Store.sweep`."""
         return self._store.unlink([item.place.encode() for item in loose])
+
+    def pins(self) -> list[Pin]:
+        """Read the pins' values; see `Store.pins`."""
+        return self._store.pins()
+
+    def pin(self, pin: Pin, records: list[Record]) -> None:
+        """Write a pin's words, and take the time to live off its records; see `Store.pin`."""
+        self._store.add_pin(pin)
+        for rank in sorted({record.rank for record in records}):
+            with self._open(pin.namespace, rank) as tier:
+                tier.persist(pin.keys)
+
+    def unpin(self, pin: Pin) -> None:
+        """Drop a pin's words and give its records their time to live back; see `Store.unpin`."""
+        self._store.remove_pin(pin.name)
+        held = self.pinned().get(pin.namespace, frozenset())
+        free = [key for key in pin.keys if key not in held]
+        for shard in self._store.shards():
+            if shard.namespace == pin.namespace:
+                with self._open(pin.namespace, shard.rank) as tier:
+                    tier.expire(free)
+
+    @contextlib.contextmanager
+    def _open(self, namespace: bytes, rank: int) -> Iterator[RedisTier]:
+        tier = self.tier(namespace, rank)
+        try:
+            yield tier
+        finally:
+            tier.close()
+
+    def pin_limit_bytes(self) -> int | None:
+        """Return a share of the server's ``maxmemory``."""
+        from ..storage.pins import PIN_SHARE
+
+        limit_bytes = self._memory.limit_bytes
+        return None if limit_bytes is None else limit_bytes // PIN_SHARE
+
+    def pin_warning(self) -> str | None:
+        """Say what the server's policy does to what is pinned."""
+        policy = self._memory.policy or ""
+        if "allkeys" in policy:
+            return (
+                f"the server's maxmemory-policy is {policy}, which evicts pinned records like any "
+                "other; only volatile-* and noeviction keep them"
+            )
+        return None
 
     def forget(self, namespace: bytes) -> None:
         """Delete a namespace's description; see `Store.forget`."""

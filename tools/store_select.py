@@ -45,6 +45,35 @@ def n_bytes(text: str) -> int:
         raise CommandError(f"{text!r} is no size; give one like 100GiB", ExitCode.USAGE) from None
 
 
+class Pinned:
+    """Tells pinned records from others, and counts them.
+
+    Attributes:
+        spared: how many were asked about and must stay.
+    """
+
+    def __init__(self, store: Store, *, included: bool) -> None:
+        self._keys = {} if included else store.pinned()
+        self.spared = 0
+
+    def __call__(self, record: Record) -> bool:
+        """Whether a record must stay."""
+        held = record.key in self._keys.get(record.namespace, ())
+        self.spared += held
+        return held
+
+
+def drop_pins(store: Store, deleted: Iterable[Record]) -> int:
+    """Drop the pins that hold any of these records; return how many."""
+    gone: dict[bytes, set[bytes]] = {}
+    for record in deleted:
+        gone.setdefault(record.namespace, set()).add(record.key)
+    pins = [p for p in store.pins() if not gone.get(p.namespace, set()).isdisjoint(p.keys)]
+    for pin in pins:
+        store.unpin(pin)
+    return len(pins)
+
+
 @dataclass(frozen=True, slots=True)
 class Selection:
     """What to prune: records that meet every condition that is given.
@@ -79,8 +108,12 @@ class Selection:
         store: Store,
         progress: Callable[[int], None],
         now_s: float | None = None,
+        spare: Callable[[Record], bool] = lambda _: False,
     ) -> list[Record]:
-        """Return the records, the least recently used first. Walks the store."""
+        """Return the records, the least recently used first, but for those to ``spare``.
+
+        Walks the store.
+        """
         now_s = time.time() if now_s is None else now_s
         old = stale_spaces(store, store.spaces()) if self.stale else {}
         found: dict[tuple[str, str, str], Record] = {}
@@ -93,6 +126,7 @@ class Selection:
         if self.unused_s is not None:
             # A server tells ages while we look: a record may seem used after now.
             every = [r for r in every if max(0.0, now_s - r.used_at_s) >= self.unused_s]
+        every = [r for r in every if not spare(r)]
         if self.to_bytes is not None:
             every = _oldest(every, sum(r.stored_bytes for r in found.values()) - self.to_bytes)
         return every
@@ -110,7 +144,13 @@ def _oldest(records: list[Record], surplus_bytes: int) -> list[Record]:
 
 
 def outcome(
-    store: Store, chosen: Iterable[Record], *, deleted: int, dry_run: bool, swept: int = 0
+    store: Store,
+    chosen: Iterable[Record],
+    *,
+    deleted: int,
+    dry_run: bool,
+    swept: int = 0,
+    pinned: int = 0,
 ) -> dict[str, Any]:
     """Return what a deletion did, for ``--json``."""
     chosen = list(chosen)
@@ -127,5 +167,6 @@ def outcome(
         "stored_bytes": sum(record.stored_bytes for record in chosen),
         "deleted": deleted,
         "swept": swept,
+        "pinned": pinned,
         "namespaces": [{"namespace": name, **part} for name, part in sorted(spaces.items())],
     }

@@ -179,6 +179,7 @@ def summarise(store: Store, namespace: bytes | None = None) -> dict[str, Any]:
         "capacity": capacity.as_dict(),
         "quarantine": {"files": quarantined[0], "bytes": quarantined[1]},
         "unfinished": {"files": unfinished[0], "bytes": unfinished[1]},
+        "pins": [pin.as_dict() for pin in store.pins() if namespace in {None, pin.namespace}],
         "seconds": round(time.perf_counter() - began_s, 3),
     }
 

@@ -31,6 +31,22 @@ def print_summary(summary: dict[str, Any], *, fields: bool) -> None:
     for part in ("quarantine", "unfinished"):
         if summary[part]["files"]:
             print(f"{part}: {summary[part]['files']} files, {size(summary[part]['bytes'])}")
+    if summary["pins"]:
+        print(f"pinned: {size(sum(p['stored_bytes'] for p in summary['pins']))}")
+        table(
+            ("pin", "namespace", "tokens", "size", "pinned", "note"),
+            [
+                (
+                    p["pin"],
+                    p["namespace"][:8],
+                    p["tokens"] or None,
+                    size(p["stored_bytes"]),
+                    f"{age(p['created_at_s'])} ago",
+                    p["note"],
+                )
+                for p in summary["pins"]
+            ],
+        )
     for namespace in summary["namespaces"]:
         print()
         table(("namespace", namespace["namespace"]), _namespace_rows(namespace, fields=fields))
@@ -82,7 +98,7 @@ def print_records(records: list[dict[str, Any]]) -> None:
     for number, record in enumerate(records):
         if number:
             print()
-        rows = [(n, str(v)) for n, v in record.items() if n != "neighbours"]
+        rows = [(n, _plain(v)) for n, v in record.items() if n != "neighbours"]
         table(("field", "value"), rows)
         neighbours = record.get("neighbours")
         if neighbours is None:
@@ -91,6 +107,10 @@ def print_records(records: list[dict[str, Any]]) -> None:
             for other in neighbours[side]:
                 print(f"{side.replace('_', ' ')}: {other['key']} {other['tokens']}")
         print(f"neighbours: {neighbours['note']}")
+
+
+def _plain(value: Any) -> str:
+    return ", ".join(value) or "-" if isinstance(value, list) else str(value)
 
 
 def print_verification(store: Store, result: Verification) -> None:
