@@ -133,4 +133,99 @@ LLAMA4 = TinyModel(
     groups=2,
 )
 
+
+@dataclass(frozen=True)
+class SelfDrafting(TinyModel):
+    """A target of one layer whose draft head is that layer once more, reading embeddings alone.
+
+    So most of the head's drafts are right, as long as the KV that it attends to is: the two
+    compute the same but for a position of shift and a norm, which embeddings of length one
+    make an identity.
+    """
+
+    method: str = "eagle"
+
+    @property
+    def speculation(self) -> dict:
+        """What vLLM is to be told."""
+        if self.method == "mtp":
+            return {"method": "mtp", "num_speculative_tokens": 2}
+        head = str(self.folder() / "head")
+        return {"method": "eagle", "model": head, "num_speculative_tokens": 3}
+
+    def _make(self, out: Path) -> None:
+        from safetensors.torch import load_file, save_file
+
+        super()._make(out)
+        weights = load_file(str(out / "model.safetensors"))
+        embedding = weights["model.embed_tokens.weight"]
+        embedding /= embedding.pow(2).mean(-1, keepdim=True).sqrt()
+        if self.method == "mtp":
+            weights |= self._mtp(weights)
+        else:
+            self._save_eagle(weights, out / "head")
+        save_file(weights, str(out / "model.safetensors"), metadata={"format": "pt"})
+
+    def _reads_embedding(self):
+        import torch
+
+        n = self.config["hidden_size"]
+        return torch.cat([torch.eye(n), torch.zeros(n, n)], 1).contiguous()
+
+    def _mtp(self, weights: dict) -> dict:
+        import torch
+
+        layer, head = "model.layers.0.", "model.layers.1."
+        ones = torch.ones(self.config["hidden_size"])
+        copied = {
+            name.replace(layer, head): value.clone()
+            for name, value in weights.items()
+            if name.startswith(layer)
+        }
+        return copied | {
+            f"{head}enorm.weight": ones,
+            f"{head}hnorm.weight": ones.clone(),
+            f"{head}eh_proj.weight": self._reads_embedding(),
+            f"{head}shared_head.norm.weight": weights["model.norm.weight"].clone(),
+            f"{head}shared_head.head.weight": weights["lm_head.weight"].clone(),
+            f"{head}embed_tokens.weight": weights["model.embed_tokens.weight"].clone(),
+        }
+
+    def _save_eagle(self, weights: dict, folder: Path) -> None:
+        from safetensors.torch import save_file
+
+        head = {
+            name.removeprefix("model."): value.clone()
+            for name, value in weights.items()
+            if name.startswith("model.layers.0.") and "input_layernorm" not in name
+        }
+        folder.mkdir()
+        save_file(head | {"fc.weight": self._reads_embedding()}, str(folder / "model.safetensors"))
+        config = json.loads((folder.parent / "config.json").read_text())
+        config["architectures"] = ["EagleLlamaForCausalLM"]
+        (folder / "config.json").write_text(json.dumps(config))
+
+
+_ONE_LAYER = _common(initializer_range=0.15, num_hidden_layers=1, tie_word_embeddings=False)
+
+LLAMA_EAGLE = SelfDrafting("tiny-llama-eagle", "LlamaConfig", _ONE_LAYER)
+
+GLM4_MTP = SelfDrafting(
+    "tiny-glm4-mtp",
+    "Glm4MoeConfig",
+    {
+        **_ONE_LAYER,
+        "num_nextn_predict_layers": 1,
+        "first_k_dense_replace": 0,
+        "n_routed_experts": 4,
+        "n_shared_experts": 1,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 128,
+        "n_group": 1,
+        "topk_group": 1,
+        "partial_rotary_factor": 0.5,
+    },
+    method="mtp",
+)
+
 ALL = (LLAMA, GEMMA3, GPT_OSS, QWEN3_NEXT, LLAMA4)
