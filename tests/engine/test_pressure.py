@@ -30,6 +30,8 @@ class Squeeze:
 SQUEEZES = [
     Squeeze(models.LLAMA, 28),
     Squeeze(models.GEMMA3, 60),
+    Squeeze(models.GPT_OSS, 60),
+    Squeeze(models.LLAMA4, 100),
     Squeeze(models.QWEN3_NEXT, 11, None, 160),
 ]
 
