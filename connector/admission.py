@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from ..storage.catalog import Catalog, RamState
+from ..storage.catalog import RAM, Catalog, RamState
 from ..storage.counts import Counts
 from .audit import Auditor
 from .gate import Gate
@@ -75,7 +75,9 @@ class Admission:
         limit = self._lookup.limit_tokens(tracker.request.num_tokens)
         self._shared.take()
         hit = self._lookup.find(hashes, local_tokens, limit)
-        if hit.tokens < limit and self._ask_shared(tracker, hashes, hit.tokens, limit):
+        if tracker.ram_only:
+            hit = self._in_ram(hashes, local_tokens, hit.tokens)
+        elif hit.tokens < limit and self._ask_shared(tracker, hashes, hit.tokens, limit):
             return None
         if hit.tokens > local_tokens:
             hit = self._gated(hashes, local_tokens, hit)
@@ -88,6 +90,20 @@ class Admission:
         if self._auditor.wants(tracker.audit, local_tokens, hit.tokens):
             return Hit(local_tokens, MissReason.AUDIT)
         return hit
+
+    def _in_ram(self, hashes: Sequence[bytes], local_tokens: int, tokens: int) -> Hit:
+        """Cut a hit to what RAM alone can bring."""
+        runs = self._lookup.sources(hashes, local_tokens, tokens)
+        end = runs[0][1] if runs and runs[0][0] == RAM else local_tokens
+        # The last run's end may be that of a tail which is not in RAM.
+        for limit in (end, end // self._geometry.chunk_tokens * self._geometry.chunk_tokens):
+            hit = self._lookup.find(hashes, local_tokens, limit)
+            if hit.tokens <= local_tokens:
+                break
+            pieces = self._lookup.pieces(hashes, local_tokens, hit.tokens) or ()
+            if all(self._catalog.source(piece.key) == RAM for piece in pieces):
+                return Hit(hit.tokens, MissReason.LOAD_FAILED)
+        return Hit(local_tokens, MissReason.LOAD_FAILED)
 
     def _ask_shared(
         self, tracker: Tracker, hashes: Sequence[bytes], covered_tokens: int, limit_tokens: int

@@ -17,6 +17,7 @@ from ..storage.jobs import (
     AuditDone,
     AuditJob,
     ChunkStatus,
+    LoadChunk,
     LoadDone,
     LoadJob,
     LoadRetired,
@@ -66,6 +67,20 @@ class LoadOutcome:
     job: LoadJob
     statuses: tuple[ChunkStatus, ...]
     ok: bool  # every byte is in place on every rank
+
+
+@dataclass(frozen=True, slots=True)
+class LoadEnd:
+    """What is left of a load when a rank has finished with its pages.
+
+    Attributes:
+        lost: chunks found missing or damaged after the load was told.
+        hollow: pages that were to be filled were not.
+    """
+
+    request_id: str
+    lost: tuple[LoadChunk, ...]
+    hollow: bool
 
 
 @dataclass(slots=True)
@@ -169,20 +184,23 @@ class Ledger:
             entry.loads -= fills
         return LoadOutcome(load.job, tuple(ChunkStatus(s) for s in load.worst), load.ok)
 
-    def load_retired(self, event: LoadRetired) -> None:
+    def load_retired(self, event: LoadRetired) -> LoadEnd:
         """One rank has finished with the pages of a load."""
         load = self._loads[event.job_id]
         load.filled = [a and bool(b) for a, b in zip(load.filled, event.filled, strict=True)]
         load.retires_left -= 1
-        if load.retires_left:
-            return
-        del self._loads[event.job_id]
-        for i, entry in enumerate(load.entries):
-            if load.filling[i]:
-                self.catalog.filled(entry, load.filled[i])
-                self.catalog.unpin(entry)
-            elif load.job.chunks[i].source == "ram":
-                self.catalog.unpin(entry)
+        hollow = False
+        if load.retires_left == 0:
+            del self._loads[event.job_id]
+            for i, entry in enumerate(load.entries):
+                if load.filling[i]:
+                    hollow |= not load.filled[i]
+                    self.catalog.filled(entry, load.filled[i])
+                    self.catalog.unpin(entry)
+                elif load.job.chunks[i].source == "ram":
+                    self.catalog.unpin(entry)
+        lost = tuple(load.job.chunks[i] for i in event.lost)
+        return LoadEnd(load.job.request_id, lost, hollow)
 
     def open_audit(self, job: AuditJob, entry: Entry) -> None:
         """Take the device blocks of an audit, and the RAM pages that it reads."""

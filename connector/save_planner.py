@@ -72,6 +72,11 @@ class SaveTracker:
     prompt_tail_tokens: int = 0
     age: int | None = None
 
+    def rewind(self) -> None:
+        """Something that was kept is lost: look again, from the start, at what is to be saved."""
+        self.saved_tokens = self.prompt_tail_tokens = 0
+        self.saved_hash = None
+
 
 class SavePlanner:
     """Cuts valid blocks into chunks and reserves their RAM pages.

@@ -13,29 +13,19 @@ from typing import Any
 from ..storage.catalog import Catalog
 from ..storage.counts import Counts
 from ..storage.errors import KVTierError
-from ..storage.jobs import (
-    AuditCopied,
-    AuditDone,
-    ChunkStatus,
-    Event,
-    LoadDone,
-    LoadJob,
-    LoadRetired,
-    SaveCopied,
-    SaveRetired,
-    TierNews,
-)
+from ..storage.jobs import LoadJob
 from . import engine_api
-from .admission import MAX_LOAD_FAILURES, Admission
+from .admission import Admission
 from .audit import Auditor
 from .gate import Gate
 from .geometry import Geometry
-from .ledger import Ledger, LoadOutcome
+from .ledger import Ledger
 from .load_planner import LoadPlanner
 from .lookup import MissReason, Piece, PrefixLookup
 from .plan import NamespaceInfo, Plan, RankReport
 from .request_options import RequestOptions, read_options
 from .save_planner import SavePlanner, SaveTracker
+from .settlement import Settlement
 from .shared_lookup import SharedLookup
 from .tier_states import TierStates
 from .tracker import SchedulerOptions, Tracker
@@ -114,6 +104,18 @@ class SchedulerHalf:
             lookup_deadline_s=self.options.lookup_deadline_s,
         )
         self._trackers: dict[str, Tracker] = {}
+        self._settlement = Settlement(
+            catalog,
+            self._ledger,
+            self._load_plans,
+            self._auditor,
+            self._shared,
+            self._tier_states,
+            self.gate,
+            self.counts,
+            self._trackers,
+            clock,
+        )
         self._job_id = 0
         self._generation = 0
         self._cancels: list[int] = []
@@ -347,50 +349,7 @@ class SchedulerHalf:
         for report in reports:
             self.pages_ready(report.rank, report.ready_pages)
             for event in report.events:
-                self._settle(event, report)
-
-    def _settle(self, event: Event, report: RankReport) -> None:
-        if isinstance(event, SaveCopied):
-            self._ledger.save_copied(event)
-        elif isinstance(event, SaveRetired):
-            self._ledger.save_retired(event, report.holder)
-        elif isinstance(event, LoadDone):
-            outcome = self._ledger.load_done(event)
-            if outcome is not None:
-                self._settle_load(outcome)
-        elif isinstance(event, LoadRetired):
-            self._ledger.load_retired(event)
-        elif isinstance(event, AuditCopied):
-            self._ledger.audit_copied(event)
-        elif isinstance(event, AuditDone):
-            self._auditor.settle(event)
-        elif isinstance(event, TierNews):
-            self._tier_states.settle(event, report)
-
-    def _settle_load(self, outcome: LoadOutcome) -> None:
-        tracker = self._trackers.get(outcome.job.request_id)
-        if tracker is not None and tracker.load_job == outcome.job.job_id:
-            tracker.load_job = None
-            if outcome.ok:
-                took_s = self._clock() - tracker.load_began_s
-                self.gate.note_load(self._load_plans.bytes_by_source(outcome.job), took_s)
-            else:
-                final = {ChunkStatus.DEADLINE, ChunkStatus.COPY_FAILED, ChunkStatus.TIER_DOWN}
-                bad = final.intersection(outcome.statuses)
-                tracker.failures += MAX_LOAD_FAILURES if bad else 1
-        if outcome.ok:
-            return
-        self.counts.add("loads_failed")
-        lost: dict[str, list[bytes]] = {}
-        unread: dict[str, list[bytes]] = {}
-        for chunk, status in zip(outcome.job.chunks, outcome.statuses, strict=True):
-            if status in {ChunkStatus.MISSING, ChunkStatus.DAMAGED}:
-                self.catalog.tier_removed(chunk.source, chunk.key)
-                lost.setdefault(chunk.source, []).append(chunk.key)
-            elif status is not ChunkStatus.OK:
-                unread.setdefault(chunk.source, []).append(chunk.key)
-        for tier, keys in lost.items():
-            self._shared.missed(tier, keys, unread.get(tier, ()))
+                self._settlement.settle(event, report)
 
     def reset(self) -> None:
         """Forget everything: no byte computed or stored before is served or written after."""

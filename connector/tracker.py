@@ -72,6 +72,7 @@ class Tracker:
     hit_tokens: int = 0  # promised in the last lookup
     reason: MissReason = MissReason.NONE
     failures: int = 0
+    ram_only: bool = False  # a lower tier failed this request: it is not asked again
     asked_since_s: float | None = None  # since when lookups answer "ask again"
     probed: bool = False
     load_job: int | None = None

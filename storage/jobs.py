@@ -183,11 +183,13 @@ class LoadDone:
 class LoadRetired:
     """No thread touches the job's RAM pages any more.
 
-    ``filled`` has a 1 for each chunk whose RAM pages now hold its verified bytes.
+    ``filled`` has a 1 for each chunk whose RAM pages now hold its verified bytes;
+    ``lost`` numbers the chunks found missing or damaged after `LoadDone` was told.
     """
 
     job_id: int
     filled: bytes
+    lost: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -44,6 +44,7 @@ class Lane:
         self._max_stuck = max_stuck
         self._cond = threading.Condition()
         self._queue: deque[tuple[Task, int]] = deque()
+        self._spare: deque[tuple[Task, int]] = deque()
         self._queued_bytes = 0
         self._busy: dict[int, float] = {}  # worker number -> since when
         self._stuck: set[int] = set()
@@ -72,10 +73,14 @@ class Lane:
     def idle(self) -> bool:
         """Whether nothing waits and nothing runs, stuck threads aside."""
         with self._cond:
-            return not self._queue and len(self._busy) == len(self._stuck)
+            waiting = self._queue or self._spare
+            return not waiting and len(self._busy) == len(self._stuck)
 
-    def offer(self, task: Task, n_bytes: int = 0) -> bool:
-        """Queue a task; False when the lane is full or closed. Never blocks."""
+    def offer(self, task: Task, n_bytes: int = 0, *, spare: bool = False) -> bool:
+        """Queue a task; False when the lane is full or closed. Never blocks.
+
+        A ``spare`` task runs when no other waits.
+        """
         with self._cond:
             full = (
                 self._max_bytes is not None
@@ -84,7 +89,7 @@ class Lane:
             )
             if self._closed or full:
                 return False
-            self._queue.append((task, n_bytes))
+            (self._spare if spare else self._queue).append((task, n_bytes))
             self._queued_bytes += n_bytes
             self._cond.notify()
             return True
@@ -92,13 +97,13 @@ class Lane:
     def _run(self, number: int) -> None:
         while True:
             with self._cond:
-                while not self._queue and not self._closed and number not in self._stuck:
+                while not (self._queue or self._spare or self._closed or number in self._stuck):
                     self._cond.wait()
-                if number in self._stuck or not self._queue:
+                if number in self._stuck or not (self._queue or self._spare):
                     self._threads.pop(number, None)
                     self._stuck.discard(number)
                     return
-                task, n_bytes = self._queue.popleft()
+                task, n_bytes = (self._queue or self._spare).popleft()
                 self._busy[number] = self._clock()
             try:
                 task()
@@ -132,9 +137,11 @@ class Lane:
         """Refuse new tasks and return those that had not started. Does not wait."""
         with self._cond:
             self._closed = True
-            left = [task for task, _ in self._queue]
-            self._queued_bytes -= sum(n for _, n in self._queue)
+            waiting = [*self._queue, *self._spare]
+            left = [task for task, _ in waiting]
+            self._queued_bytes -= sum(n for _, n in waiting)
             self._queue.clear()
+            self._spare.clear()
             self._cond.notify_all()
             return left
 

@@ -7,14 +7,30 @@ Guarantees, for every job:
   report waits for copies that have begun.
 - `LoadRetired` is reported exactly once, when no thread holds the job's RAM
   pages any more; a read that never returns delays only this.
+
+A missing or damaged chunk ends the load as soon as what comes before it has
+landed. The chunks behind it are still read and verified, when no thread has
+anything better to do: whatever else is bad is then found at once, and replaced
+while the same request computes, and not one bad record a turn.
 """
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from enum import Enum
 
 from .jobs import ChunkStatus, Event, LoadDone, LoadJob, LoadRetired
+
+_LOST = frozenset({ChunkStatus.MISSING, ChunkStatus.DAMAGED})
+
+
+class Need(Enum):
+    """What a chunk of a load is still good for."""
+
+    LOAD = "load"  # the request waits for it
+    CHECK = "check"  # a chunk before it is bad: only to find out whether this one is too
+    NOTHING = "nothing"
 
 
 class LoadState:
@@ -40,9 +56,12 @@ class LoadState:
         n = len(job.chunks)
         self._statuses = bytearray(n)
         self._filled = bytearray(n)
+        self._ended = bytearray(n)
+        self._lost_late: list[int] = []
         self._left = n  # chunks whose task has not ended
         self._copies = 0  # copies to the device under way
-        self._first_bad = n  # nothing after a failed chunk is needed
+        self._first_bad = n  # the request needs nothing after a failed chunk
+        self._checking = True  # but what is there is checked, unless the tier itself fails
         self._closed_as: ChunkStatus | None = None
         self._done = False
         self._doomed = False
@@ -51,6 +70,11 @@ class LoadState:
     def done(self) -> bool:
         """Whether `LoadDone` has been reported."""
         return self._done
+
+    @property
+    def retired(self) -> bool:
+        """Whether every chunk's task has ended."""
+        return self._left == 0
 
     def start(self, *, doomed: bool) -> None:
         """Report at once a job that has nothing to do, or one that cannot be done."""
@@ -61,14 +85,18 @@ class LoadState:
         self._report(done)
         self._emit(LoadRetired(self.job.job_id, bytes(self._filled)))
 
-    def wanted(self, index: int) -> bool:
-        """Whether reading chunk ``index`` still makes sense."""
-        return self._closed_as is None and index <= self._first_bad
+    def need(self, index: int) -> Need:
+        """Say whether reading chunk ``index`` still makes sense, and what for."""
+        if self._closed_as is not None:
+            return Need.NOTHING
+        if index <= self._first_bad:
+            return Need.LOAD
+        return Need.CHECK if self._checking else Need.NOTHING
 
-    def begin_copy(self) -> bool:
-        """Ask to write device blocks; False once the job is closed."""
+    def begin_copy(self, index: int) -> bool:
+        """Ask to write the device blocks of chunk ``index``; False where nobody waits for them."""
         with self._lock:
-            if self._closed_as is not None or self._done:
+            if self._closed_as is not None or self._done or index > self._first_bad:
                 return False
             self._copies += 1
             return True
@@ -89,30 +117,43 @@ class LoadState:
         with self._lock:
             if not self._done:
                 self._statuses[index] = status
+            elif status in _LOST:
+                self._lost_late.append(index)
+            self._ended[index] = 1
+            self._left -= 1
             if status is not ChunkStatus.OK:
                 self._first_bad = min(self._first_bad, index)
-            self._left -= 1
+                # A chunk that was passed over says nothing about the tier.
+                self._checking &= status in _LOST or status is ChunkStatus.CANCELLED
             done = self._take_done()
-            retired = LoadRetired(self.job.job_id, bytes(self._filled)) if self._left == 0 else None
+            left = self._left
         self._report(done)
-        if retired is not None:
-            self._emit(retired)
+        if left == 0:
+            self._emit(
+                LoadRetired(self.job.job_id, bytes(self._filled), tuple(sorted(self._lost_late)))
+            )
 
     def close(self, why: ChunkStatus) -> bool:
-        """Let no further copy begin and report as soon as none is under way.
+        """Let no further copy and no read begin, and report as soon as no copy is under way.
 
         Returns False when the job was over or closed already.
         """
         with self._lock:
-            if self._done or self._closed_as is not None:
+            if self._closed_as is not None:
                 return False
             self._closed_as = why
+            if self._done:
+                return False
             done = self._take_done()
         self._report(done)
         return True
 
     def _take_done(self) -> LoadDone | None:
-        over = self._left == 0 or self._closed_as is not None
+        over = (
+            self._left == 0
+            or self._closed_as is not None
+            or (self._first_bad < len(self._ended) and 0 not in self._ended[: self._first_bad])
+        )
         if self._done or not over or self._copies:
             return None
         self._done = True

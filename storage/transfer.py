@@ -40,7 +40,7 @@ from .jobs import (
 )
 from .lanes import Lane
 from .link import LinkLimits, TierLink
-from .loading import LoadState
+from .loading import LoadState, Need
 from .saving import SaveState
 from .staging import Staging
 from .tier import RecordSpec, Tier
@@ -216,7 +216,7 @@ class Transfer:
         status = ChunkStatus.CANCELLED
         begin_s = self._clock()
         try:
-            if state.begin_copy():
+            if state.begin_copy(batch[0][0]):
                 status = ChunkStatus.COPY_FAILED
                 try:
                     status = self._copy_in(
@@ -234,18 +234,26 @@ class Transfer:
             self.counts.add("load_s.ram", self._clock() - begin_s)
 
     def _load_from_tier(self, state: LoadState, i: int, chunk: LoadChunk, link: TierLink) -> None:
+        fetch = partial(self._fetch, state, i, chunk, link)
+        if state.need(i) is not Need.CHECK or not link.load_lane.offer(fetch, spare=True):
+            fetch()
+
+    def _fetch(self, state: LoadState, i: int, chunk: LoadChunk, link: TierLink) -> None:
         slot: Ids | None = None
         status = ChunkStatus.CANCELLED
         try:
-            if not state.wanted(i):
+            need = state.need(i)
+            if need is Need.NOTHING:
                 return
             pages = chunk.pages
             if pages is None:
-                slot = self._staging.take(state.deadline_at_s - self._clock())
+                wait_s = state.deadline_at_s - self._clock() if need is Need.LOAD else 0.0
+                slot = self._staging.take(wait_s)
                 if slot is None:
-                    status = ChunkStatus.DEADLINE
+                    if need is Need.LOAD:
+                        status = ChunkStatus.DEADLINE
                     return
-                if not state.wanted(i):
+                if state.need(i) is Need.NOTHING:
                     return  # closed while it waited; at shutdown the pages are gone
                 pages = slot[: chunk.n_blocks]
             used_bytes = self._block_bytes[chunk.group]
@@ -258,7 +266,7 @@ class Transfer:
             if chunk.pages is not None:
                 state.filled(i)
             status = ChunkStatus.CANCELLED
-            if not state.begin_copy():
+            if not state.begin_copy(i):
                 return
             status = ChunkStatus.COPY_FAILED
             try:
@@ -375,7 +383,7 @@ class Transfer:
     def poll(self) -> None:
         """Enforce deadlines, look after threads and tiers. Engine's thread, every step, no I/O."""
         now_s = self._clock()
-        for job_id in [j for j, s in self._loads.items() if s.done]:
+        for job_id in [j for j, s in self._loads.items() if s.retired]:
             del self._loads[job_id]
         for state in self._loads.values():
             if now_s > state.deadline_at_s and state.close(ChunkStatus.DEADLINE):

@@ -101,6 +101,7 @@ class Lane:
         self.name, self._clock, self._max_bytes = name, clock, max_bytes
         self._n_threads, self._hang_s, self._max_stuck = n_threads, hang_s, max_stuck
         self._queue: deque = deque()
+        self._spare: deque = deque()
         self._busy: dict[int, float] = {}
         self._stuck: set[int] = set()
         self._number = 0
@@ -110,9 +111,10 @@ class Lane:
 
     @property
     def can_begin(self):
-        return bool(self._queue) and len(self._busy) - len(self._stuck) < self._n_threads
+        waiting = self._queue or self._spare
+        return bool(waiting) and len(self._busy) - len(self._stuck) < self._n_threads
 
-    def offer(self, task, n_bytes=0):
+    def offer(self, task, n_bytes=0, *, spare=False):
         full = (
             self._max_bytes is not None
             and self.queued_bytes
@@ -120,12 +122,12 @@ class Lane:
         )
         if self._closed or full:
             return False
-        self._queue.append((task, n_bytes))
+        (self._spare if spare else self._queue).append((task, n_bytes))
         self.queued_bytes += n_bytes
         return True
 
     def begin(self):
-        task, n_bytes = self._queue.popleft()
+        task, n_bytes = (self._queue or self._spare).popleft()
         self._number += 1
         number = self._number
         self._busy[number] = self._clock()
@@ -151,9 +153,11 @@ class Lane:
 
     def close(self):
         self._closed = True
-        left = [task for task, _ in self._queue]
-        self.queued_bytes -= sum(n for _, n in self._queue)
+        waiting = [*self._queue, *self._spare]
+        left = [task for task, _ in waiting]
+        self.queued_bytes -= sum(n for _, n in waiting)
         self._queue.clear()
+        self._spare.clear()
         return left
 
     def join(self, deadline_s):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from kvtier.connector.admission import SHARED_LOAD_WAIT_S
+from kvtier.connector.lookup import MissReason
 from kvtier.connector.plan import RankReport
 from kvtier.connector.save_planner import WritePolicy
 from kvtier.connector.tier_states import INDEX_WAIT_S
@@ -204,17 +205,77 @@ def test_a_bad_record_is_forgotten_and_the_good_part_served(status):
     assert half.at_rest()
 
 
-@pytest.mark.parametrize(
-    "status", [ChunkStatus.DEADLINE, ChunkStatus.COPY_FAILED, ChunkStatus.TIER_DOWN]
-)
-def test_no_second_wait(status):
-    """A request that has waited in vain computes; its records are not to blame."""
+def test_a_failed_copy_is_not_tried_again():
+    """A request whose copy to the device failed computes; its records are not to blame."""
+    half, request = stored()
+    half.half.lookup(request, 0)
+    half.admit(request, 192)
+    half.load_ends(the_load(half), OK, ChunkStatus.COPY_FAILED, OK)
+    assert half.half.lookup(request, 0) == (0, False)
+    assert half.half.lookup(request_of("b", 200), 0) == (192, True)
+
+
+@pytest.mark.parametrize("status", [ChunkStatus.DEADLINE, ChunkStatus.TIER_DOWN])
+def test_a_tier_that_failed_a_request_is_not_asked_for_it_again(status):
+    """What RAM holds is still restored; no second wait for the tier, no third try at all."""
     half, request = stored()
     half.half.lookup(request, 0)
     half.admit(request, 192)
     half.load_ends(the_load(half), OK, status, status)
+    assert half.half.lookup(request, 0) == (64, True)
+    assert half.half._trackers["a"].reason is MissReason.LOAD_FAILED
+    half.admit(request, 64)
+    job = the_load(half)
+    assert {chunk.source for chunk in job.chunks} == {RAM}
+    half.load_ends(job, status)
     assert half.half.lookup(request, 0) == (0, False)
     assert half.half.lookup(request_of("b", 200), 0) == (192, True)
+
+
+@pytest.mark.parametrize("status", [ChunkStatus.DEADLINE, ChunkStatus.TIER_DOWN])
+def test_a_tail_below_ram_does_not_cost_the_ram_part(status):
+    """A hit whose end only the failed tier holds is cut to the whole chunks in RAM."""
+    half = Half()
+    request = request_of("a", 100)
+    half.on_tier(request, 64)
+    half.on_tier(request, 96)
+    half.half.on_new_request(request)
+    assert half.half.lookup(request, 0) == (96, True)
+    half.admit(request, 96)
+    half.load_ends(the_load(half), OK, status)
+    assert half.half.lookup(request, 0) == (64, True)
+
+
+def test_what_is_found_bad_after_it_was_computed_is_saved_all_the_same():
+    """A check that ends late: the chunk is saved with the request's next step, or at its end."""
+    half, request = stored(n_chunks=3)
+    half.half.lookup(request, 0)
+    half.admit(request, 192)
+    job = the_load(half)
+    half.tell(LoadDone(job.job_id, "a", bytes([DAMAGED, 0, 0]), ok=False))
+    half.table(request, 200)
+    assert half.plan(a=200).saves == ()  # all seems to be kept, or on its way into RAM
+    half.tell(LoadRetired(job.job_id, bytes([0, 1, 0]), lost=(2,)))
+    request.num_computed_tokens = 200
+    request.num_tokens += 1
+    saves = half.plan(a=1).saves
+    assert [c.end_tokens for save in saves for c in save.chunks] == [64, 192]
+
+
+def test_what_a_load_finds_bad_after_it_was_told_is_forgotten():
+    """Records behind a bad one: named at the load's end, saved again by whoever computes them."""
+    half, request = stored(n_chunks=3)
+    half.half.lookup(request, 0)
+    half.admit(request, 192)
+    job = the_load(half)
+    half.tell(
+        LoadDone(job.job_id, "a", bytes([DAMAGED, 0, 0]), ok=False),
+        LoadRetired(job.job_id, bytes([0, 1, 0]), lost=(2,)),
+    )
+    places = [half.catalog.source(half.key(request, e)) for e in (64, 128, 192)]
+    assert places == [None, RAM, None]
+    saves = half.plan(a=200).saves
+    assert [c.end_tokens for job in saves for c in job.chunks] == [64, 192]
 
 
 def test_a_load_that_fails_on_one_rank():

@@ -48,6 +48,29 @@ def settled(lane):
     return False
 
 
+def test_spare_tasks_come_last(lanes, clock):
+    """A spare task waits for every other, also one that came later, and is handed back too."""
+    lane, ran, held = lanes(1, clock), [], Held()
+    lane.offer(held)
+    assert held.began.wait(WAIT_S)
+    lane.offer(lambda: ran.append("spare"), 10, spare=True)
+    lane.offer(lambda: ran.append("first"), 10)
+    lane.offer(lambda: ran.append("second"), 10)
+    assert lane.queued_bytes == 30
+    held.go.set()
+    assert settled(lane)
+    assert ran == ["first", "second", "spare"]
+    again = Held()
+    lane.offer(again)
+    assert again.began.wait(WAIT_S)
+    lane.offer(lambda: ran.append("left"), 10, spare=True)
+    (left,) = lane.close()
+    left()
+    assert ran[-1] == "left"
+    assert lane.queued_bytes == 0
+    again.go.set()
+
+
 def test_runs_every_task_once(lanes, clock):
     """Whatever is accepted runs, in order on one thread."""
     lane, ran = lanes(1, clock), []

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from kvtier.storage.jobs import ChunkStatus, LoadChunk, LoadDone, LoadJob, LoadRetired
-from kvtier.storage.loading import LoadState
+from kvtier.storage.loading import LoadState, Need
 
 ONE = np.array([1], np.int64)
 
@@ -36,7 +36,7 @@ def test_all_well(events):
     """Every chunk landed: done and ok, then retired with what was filled."""
     state = state_of(events, 2)
     for i in (1, 0):
-        assert state.begin_copy()
+        assert state.begin_copy(i)
         state.filled(i)
         state.end_copy()
         assert not events
@@ -50,7 +50,7 @@ def test_no_copy_after_done(events):
     state = state_of(events, 1)
     state.close(ChunkStatus.DEADLINE)
     assert events == [LoadDone(7, "r", bytes([ChunkStatus.DEADLINE]), ok=False)]
-    assert not state.begin_copy()
+    assert not state.begin_copy(0)
     state.finish(0, ChunkStatus.CANCELLED)
     assert kinds(events) == [LoadDone, LoadRetired]
 
@@ -58,11 +58,11 @@ def test_no_copy_after_done(events):
 def test_close_waits_for_a_copy_under_way(events):
     """A closed load is told as over only when its last copy has ended, even if that went well."""
     state = state_of(events, 3)
-    assert state.begin_copy()
-    assert state.begin_copy()
+    assert state.begin_copy(0)
+    assert state.begin_copy(1)
     assert state.close(ChunkStatus.DEADLINE)
     assert not state.close(ChunkStatus.CANCELLED)
-    assert not state.begin_copy()
+    assert not state.begin_copy(0)
     state.end_copy()
     assert not events
     state.end_copy()
@@ -74,21 +74,65 @@ def test_close_waits_for_a_copy_under_way(events):
     assert kinds(events) == [LoadDone, LoadRetired]
 
 
-def test_what_is_behind_a_failure_is_not_wanted(events):
-    """After a bad chunk only those before it are worth reading."""
-    state = state_of(events, 3)
+def test_a_bad_chunk_ends_the_load_when_those_before_it_have_landed(events):
+    """The request does not wait for what is behind a bad chunk, and no byte of that reaches it."""
+    state = state_of(events, 4)
     state.finish(1, ChunkStatus.DAMAGED)
-    assert state.wanted(0)
-    assert not state.wanted(2)
+    assert [state.need(i) for i in (0, 2, 3)] == [Need.LOAD, Need.CHECK, Need.CHECK]
+    assert not state.begin_copy(2)
+    assert state.begin_copy(0)
+    assert not events
+    state.end_copy()
     state.finish(0, ChunkStatus.OK)
-    state.finish(2, ChunkStatus.CANCELLED)
-    done = events[0]
+    (done,) = events
     assert [ChunkStatus(s) for s in done.statuses] == [
         ChunkStatus.OK,
         ChunkStatus.DAMAGED,
-        ChunkStatus.CANCELLED,
+        ChunkStatus.NOT_ATTEMPTED,
+        ChunkStatus.NOT_ATTEMPTED,
     ]
     assert not done.ok
+    assert state.done
+    assert not state.retired
+
+
+def test_what_is_found_bad_after_the_load_is_told(events):
+    """Chunks behind a bad one are checked: each missing or damaged one is named at the end."""
+    state = state_of(events, 5)
+    state.finish(0, ChunkStatus.DAMAGED)
+    assert kinds(events) == [LoadDone]
+    state.finish(3, ChunkStatus.MISSING)
+    state.filled(2)
+    state.finish(2, ChunkStatus.CANCELLED)
+    assert state.need(4) is Need.CHECK
+    state.finish(4, ChunkStatus.CANCELLED)
+    state.finish(1, ChunkStatus.DAMAGED)
+    assert events[1] == LoadRetired(7, bytes([0, 0, 1, 0, 0]), lost=(1, 3))
+    assert state.retired
+
+
+@pytest.mark.parametrize(
+    "status", [ChunkStatus.TIER_DOWN, ChunkStatus.DEADLINE, ChunkStatus.COPY_FAILED]
+)
+def test_a_tier_that_fails_is_not_asked_further(events, status):
+    """Behind a chunk that failed for another reason than its record nothing is read."""
+    state = state_of(events, 3)
+    state.finish(1, status)
+    assert state.need(0) is Need.LOAD
+    assert state.need(2) is Need.NOTHING
+
+
+def test_checks_end_with_the_load_s_deadline_or_the_engine(events):
+    """What is still to be checked is left alone once the load is closed, told or not."""
+    state = state_of(events, 3)
+    state.finish(0, ChunkStatus.MISSING)
+    assert state.need(1) is Need.CHECK
+    assert not state.close(ChunkStatus.DEADLINE), "told before"
+    assert state.need(1) is Need.NOTHING
+    state.finish(1, ChunkStatus.CANCELLED)
+    state.finish(2, ChunkStatus.CANCELLED)
+    assert kinds(events) == [LoadDone, LoadRetired]
+    assert events[1].lost == ()
 
 
 def test_a_late_read_that_went_well_still_fills_ram(events):
@@ -96,7 +140,7 @@ def test_a_late_read_that_went_well_still_fills_ram(events):
     state = state_of(events, 1)
     state.close(ChunkStatus.DEADLINE)
     state.filled(0)
-    assert not state.begin_copy()
+    assert not state.begin_copy(0)
     state.finish(0, ChunkStatus.CANCELLED)
     assert events[1] == LoadRetired(7, bytes([1]))
 
@@ -131,7 +175,7 @@ def test_threads(seed):
     def work(i):
         start.wait()
         status = ChunkStatus.CANCELLED
-        if state.wanted(i) and state.begin_copy():
+        if state.need(i) is Need.LOAD and state.begin_copy(i):
             with lock:
                 copying[0] += 1
             status = statuses[i]

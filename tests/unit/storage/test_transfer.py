@@ -207,14 +207,46 @@ def test_load_faults(bench, error, status):
 
 
 def test_load_of_a_missing_record(bench):
-    """A record that is gone is missing; chunks behind it are not read."""
-    bench.tier.gates["get"].shut()
+    """A record that is gone is missing; what is before it has landed."""
     keep(bench, 0, 1)
     job = bench.load(*(load_chunk(n, [5 + n], [20 + n]) for n in (0, 1)))
-    bench.tier.gates["get"].open()
     done, _ = bench.ended(job)
     assert not done.ok
-    assert statuses(done)[1] is ChunkStatus.MISSING
+    assert statuses(done) == [OK, ChunkStatus.MISSING]
+
+
+def test_one_load_finds_every_bad_record(benches):
+    """What is behind a bad record is checked after the load is told, and fills RAM where good."""
+    bench = benches(load_threads=1)
+    for n in (1, 3, 5):
+        keep(bench, n, 30 + n)
+    bench.tier.gates["get"].shut()
+    job = bench.load(*(load_chunk(n, [5 + n], None if n in {2, 3} else [20 + n]) for n in range(6)))
+    bench.tier.gates["get"].open()
+    done, retired = bench.ended(job)
+    assert statuses(done) == [ChunkStatus.MISSING, *[ChunkStatus.NOT_ATTEMPTED] * 5]
+    assert retired.lost == (2, 4)
+    assert retired.filled == bytes([0, 1, 0, 0, 0, 1])
+    assert bench.mover.blocks == {}
+    assert bench.counts()["load_failed_chunks.disk.missing"] == 3
+
+
+def test_checks_give_way_to_loads(benches):
+    """A load that somebody waits for goes before what is only to be checked."""
+    bench = benches(load_threads=1)
+    for n in range(1, 6):
+        keep(bench, n, 30 + n)
+    bench.tier.gates["get"].shut()
+    bad = bench.load(*(load_chunk(n, [5 + n], [20 + n]) for n in (0, 1, 2, 3)))
+    bench.tier.gates["get"].wait_came(1)
+    load = bench.load(load_chunk(4, [40], [30]), load_chunk(5, [41], [31]))
+    order = []
+    get = bench.tier.get
+    bench.tier.get = lambda spec, into: order.append(spec.key) or get(spec, into)
+    bench.tier.gates["get"].open()
+    bench.ended(load)
+    bench.ended(bad)
+    assert order == [key(n) for n in (4, 5, 1, 2, 3)]
 
 
 def test_failed_copy_in(bench):
