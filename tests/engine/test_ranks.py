@@ -37,7 +37,7 @@ def records_of(folder, rank):
 
 
 def test_a_hit_counts_only_when_every_rank_has_it(forked, tmp_path):
-    """Both ranks store and restore; one rank's damaged or missing record recomputes the request."""
+    """Both ranks store and restore, also after a restart; one rank's bad record recomputes it all."""
     folder = str(tmp_path)
     with Engine(models.LLAMA, prefix_caching=False) as engine:
         right = engine.ask(TOKENS, N)
@@ -73,3 +73,8 @@ def test_a_hit_counts_only_when_every_rank_has_it(forked, tmp_path):
         assert ask() == 0
         ask_until_healed()
         assert engine.free_blocks == engine.free_at_start
+    with Engine(models.LLAMA, settings, blocks=60, max_model_len=1024, **ranks) as engine:
+        answer = engine.ask(TOKENS, N)  # the first of a new engine
+        assert answer.distance(right) <= FLOAT32_TOLERANCE
+        assert answer.restored_tokens >= 2 * CHUNK_TOKENS
+        assert engine.half.catalog.resident()["disk"] == len(records_of(folder, 0))
