@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -10,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from ..storage.catalog import Catalog
-from ..storage.errors import ConfigError
+from ..storage.errors import ConfigError, KVTierError
 from ..storage.keyring import KeyRing
 from ..storage.link import LinkLimits
 from ..storage.ram import Arena
@@ -21,6 +22,8 @@ from .audit import AuditOptions
 from .audit_compare import layers_of
 from .audit_worker import AuditSetup
 from .config import Config
+from .control import FOLDER as CONTROL_FOLDER
+from .control import ControlServer
 from .device_side import CudaSide, HostSide
 from .geometry import Geometry
 from .plan import NamespaceInfo
@@ -108,6 +111,7 @@ def build_scheduler(
         adapter_of=adapter_of(),
         audit=AuditOptions(config.audit_rate),
         recorder=open_recorder(config, geometry),
+        control=open_control(config),
     )
     return SchedulerHalf(
         geometry, catalog, namespace, time.monotonic, n_ranks=n_ranks, options=options
@@ -119,6 +123,21 @@ def open_recorder(config: Config, geometry: Geometry) -> Recorder | None:
     if config.record_folder is None:
         return None
     return Recorder(config.record_folder, config.record_bytes, geometry.hash_block_tokens)
+
+
+def open_control(config: Config) -> ControlServer | None:
+    """Listen for `kvtier warm`; without it, and with one line, where that cannot be."""
+    folder = config.control_folder
+    if folder is None and config.disk is not None:
+        folder = os.path.join(config.disk, CONTROL_FOLDER)
+    if not folder or not config.ram_bytes or not lower_tiers(config):
+        return None
+    try:
+        return ControlServer(folder)
+    except (OSError, KVTierError) as error:
+        logger.warning("kvtier: no control socket, `kvtier warm` will not find this engine: %s",
+                       error)  # fmt: skip
+        return None
 
 
 def write_policy(config: Config) -> WritePolicy:

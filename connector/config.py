@@ -62,6 +62,7 @@ class Config:
     audit_tolerance: float | None
     record_folder: str | None
     record_bytes: int
+    control_folder: str | None
     tenant_salt: str | None = field(repr=False)
     redis_prefix: str | None
     redis_user: str | None
@@ -123,6 +124,8 @@ class Config:
                 value = redact_url(value)
             elif setting.kind == "secret" and value is not None:
                 value = "***"
+            elif setting.kind == "folder or off" and value == "":
+                value = "off"
             elif setting.kind == "milliseconds":
                 value = round(value * 1000, 3)
             out[setting.name] = value
@@ -158,6 +161,7 @@ def load(extra: Mapping[str, Any], *, n_ranks: int = 1, check_machine: bool = Tr
     if check_machine:
         _check_folder("disk", config.disk)
         _check_folder("record", config.record_folder)
+        _check_folder("control", config.control_folder or None)
         config.key_ring()
         _check_memory(config, n_ranks)
     return config

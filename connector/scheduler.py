@@ -17,6 +17,7 @@ from ..storage.jobs import LoadJob
 from . import engine_api
 from .admission import Admission
 from .audit import Auditor
+from .extras import Extras
 from .gate import Gate
 from .geometry import Geometry
 from .ledger import Ledger
@@ -29,6 +30,7 @@ from .settlement import Settlement
 from .shared_lookup import SharedLookup
 from .tier_states import TierStates
 from .tracker import SchedulerOptions, Tracker
+from .warmer import Warmer
 
 logger = logging.getLogger("kvtier.scheduler")
 
@@ -103,6 +105,7 @@ class SchedulerHalf:
             clock,
             lookup_deadline_s=self.options.lookup_deadline_s,
         )
+        self._extras = Extras(self.options, self.counts, self._make_warmer())
         self._trackers: dict[str, Tracker] = {}
         self._settlement = Settlement(
             catalog,
@@ -122,6 +125,19 @@ class SchedulerHalf:
         self._touches: dict[str, list[bytes]] = {}
         self._ready_pages = [0] * n_ranks
         self._told: dict[str, int] = {}
+
+    def _make_warmer(self) -> Warmer | None:
+        if self.options.control is None:
+            return None
+        return Warmer(
+            self.geometry,
+            self.catalog,
+            self._ledger,
+            self._shared,
+            self.counts,
+            self._next_job_id,
+            self.options.control.wishes,
+        )
 
     # -- device blocks -------------------------------------------------------
 
@@ -256,8 +272,7 @@ class SchedulerHalf:
         del self._trackers[request.request_id]
         self._shared.forget(request.request_id)
         self._auditor.finished(tracker.audit)
-        if self.options.recorder is not None:
-            self.options.recorder.finished(request, tracker, self._namespace)
+        self._extras.finished(request, tracker, self._namespace)
         if tracker.load_job is not None:
             self._cancels.append(tracker.load_job)
             return
@@ -299,7 +314,7 @@ class SchedulerHalf:
             idle=n_tokens == 0,
             namespace=fresh,
             saves=self._saves.take(),
-            loads=self._load_plans.take(),
+            loads=self._load_plans.take() + self._extras.loads(self._namespace),
             cancels=tuple(self._cancels),
             touches=tuple((tier, tuple(keys)) for tier, keys in self._touches.items()),
             removals=self._auditor.take_removals(),
@@ -359,6 +374,7 @@ class SchedulerHalf:
         for tracker in self._trackers.values():
             tracker.save.blocked = True
         self._auditor.reset()
+        self._extras.reset()
         self._generation += 1
         self._namespace = None
         self._shared.close()
@@ -370,6 +386,7 @@ class SchedulerHalf:
             or self._cancels
             or self._saves.waiting
             or self._auditor.waiting
+            or self._extras.waiting(self._namespace)
         ):
             return True
         return self._tier_states.starting()
@@ -391,9 +408,7 @@ class SchedulerHalf:
             if grown:
                 self._told[name] = getattr(counts, name)
                 self.counts.add(name, grown)
-        if self.options.recorder is not None:
-            for name, n in self.options.recorder.counts.take().items():
-                self.counts.add(name, n)
+        self._extras.hand_over_counts()
         return self.counts.take()
 
     def gauges(self) -> dict[str, float]:
@@ -409,7 +424,6 @@ class SchedulerHalf:
         return values
 
     def shutdown(self) -> None:
-        """Stop the probers and the recorder. Idempotent."""
+        """Stop the probers and what people have asked for. Idempotent."""
         self._shared.close()
-        if self.options.recorder is not None:
-            self.options.recorder.close()
+        self._extras.close()

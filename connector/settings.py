@@ -211,6 +211,14 @@ SETTINGS: tuple[Setting, ...] = (
         advanced=True,
     ),
     Setting(
+        "control",
+        "control_folder",
+        "folder or off",
+        None,
+        "Folder of the socket for `kvtier warm`; by default `control` below `disk`.",
+        advanced=True,
+    ),
+    Setting(
         "tenant",
         "tenant_salt",
         "secret",

@@ -14,6 +14,7 @@ from .request_options import RequestOptions, SaltedHashes
 from .save_planner import SaveTracker, WritePolicy
 
 if TYPE_CHECKING:
+    from .control import ControlServer
     from .recorder import Recorder
 
 
@@ -48,6 +49,7 @@ class SchedulerOptions:
             makes the request unfit for the cache.
         audit: which hits are computed and compared.
         recorder: writes a line for each finished request; closed by the scheduler half.
+        control: brings what people ask for; closed by the scheduler half.
     """
 
     promote: bool = True
@@ -59,6 +61,7 @@ class SchedulerOptions:
     adapter_of: Callable[[Any], str | None] | None = None
     audit: AuditOptions = field(default_factory=AuditOptions)
     recorder: Recorder | None = None
+    control: ControlServer | None = None
 
 
 @dataclass(slots=True)

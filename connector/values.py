@@ -197,6 +197,10 @@ def _path(setting: Setting, value: Any) -> str:
     return os.path.abspath(os.path.expanduser(text))
 
 
+def _path_or_off(setting: Setting, value: Any) -> str:
+    return "" if value == "off" else _path(setting, value)
+
+
 def _file(setting: Setting, value: Any) -> str:
     text = _text(setting, value)
     if "\0" in text or "://" in text or looks_like_key(text):
@@ -231,6 +235,7 @@ _EXPECTS = {
     "text": "text",
     "secret": "text",
     "path": "folder",
+    "folder or off": "folder or `off`",
     "file": "file",
     "variable": "name",
     "url": "URL",
@@ -247,6 +252,7 @@ _PARSERS = {
     "text": _text,
     "secret": _text,
     "path": _path,
+    "folder or off": _path_or_off,
     "file": _file,
     "variable": _variable,
     "url": _url,

@@ -183,7 +183,7 @@ class WorkerHalf:
         finished: set[str] = set()
         failed: set[str] = set()
         for event in self._events:
-            if isinstance(event, LoadDone):
+            if isinstance(event, LoadDone) and event.request_id:  # else nobody waits
                 finished.add(event.request_id)
                 if not event.ok:
                     failed.add(event.request_id)

@@ -193,7 +193,10 @@ class Transfer:
         link = self._links.get(chunk.source)
         if link is None or not link.online:
             state.finish(i, ChunkStatus.TIER_DOWN)
-        elif not link.load_lane.offer(partial(self._load_from_tier, state, i, chunk, link)):
+        elif not link.load_lane.offer(
+            partial(self._load_from_tier, state, i, chunk, link),
+            spare=not len(chunk.blocks),  # nobody waits for what goes into RAM only
+        ):
             state.finish(i, ChunkStatus.CANCELLED)
 
     def cancel_load(self, job_id: int) -> None:

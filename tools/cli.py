@@ -15,6 +15,7 @@ from .plan_commands import add_planning_verbs
 from .reporting import finish, print_json, reported
 from .soak_commands import add_soak_verb
 from .store_commands import add_store_verbs
+from .warm_commands import add_warm_verb
 
 app = typer.Typer(
     name="kvtier",
@@ -29,6 +30,7 @@ app.add_typer(config_app, name="config")
 app.add_typer(bench, name="bench")
 add_store_verbs(app)
 add_pin_verbs(app)
+add_warm_verb(app)
 add_inspect_verbs(app)
 add_planning_verbs(app)
 add_soak_verb(app)

@@ -102,6 +102,7 @@ WRONG = {
     "choice": ["sometimes", 1, True],
     "text": [1, ""],
     "secret": [1, ""],
+    "folder or off": [1, True, "", [], "redis://h", "a\0b"],
     "path": [1, "", "redis://x", "a\0b"],
     "file": [1, "", "redis://x", "a\0b"],
     "variable": [1, "", "A-B", "1A", "a\0b"],
