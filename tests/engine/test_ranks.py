@@ -37,7 +37,7 @@ def records_of(folder, rank):
 
 
 def test_a_hit_counts_only_when_every_rank_has_it(forked, tmp_path):
-    """Both ranks store and restore, also after a restart; one rank's bad record recomputes it all."""
+    """Both ranks store and restore, also after a restart; one bad record recomputes all."""
     folder = str(tmp_path)
     with Engine(models.LLAMA, prefix_caching=False) as engine:
         right = engine.ask(TOKENS, N)
