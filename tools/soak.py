@@ -31,7 +31,7 @@ from .soak_options import (
     model_identity,
 )
 from .soak_oracle import Oracle
-from .soak_parties import Parties, asks_turns, opened, warm_up
+from .soak_parties import Parties, asks_sessions, opened, warm_up
 from .soak_record import Record
 from .soak_run import KVTierRun, play
 from .soak_script import (
@@ -42,7 +42,7 @@ from .soak_script import (
     traffic_options,
 )
 from .soak_truth import Noise, TruthStore
-from .soak_types import Reply, Script, SoakError
+from .soak_types import Script, SoakError
 
 TICK_S = 0.2
 BACK_TIMEOUT_S = 45.0  # breakers try again every 30 s at the latest
@@ -256,14 +256,10 @@ class Soak:
             return
         self.listener.phase("whose fault it is: asking again without kvtier")
         with self._child() as engine:
-
-            def without_cache(turns: Any) -> list[Reply]:
-                with opened(engine, self._parties.without_cache(1)):
-                    return asks_turns(engine, None)(turns)
-
-            def own_cache(turns: Any) -> list[Reply]:
-                tokens = 2 * script.longest_tokens + 1024
-                with opened(engine, self._parties.own_cache(tokens)):
-                    return asks_turns(engine, "again")(turns)
-
-            charge(record.mismatches, script, limit, without_cache, own_cache)
+            charge(
+                record.mismatches,
+                script,
+                limit,
+                asks_sessions(engine, self._parties.without_cache(1)),
+                asks_sessions(engine, self._parties.own_cache(2 * script.longest_tokens + 1024)),
+            )

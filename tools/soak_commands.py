@@ -171,6 +171,10 @@ def _run(
     if storage_only:
         raise CommandError("not there yet")
     del operations
+    if options.url is not None:
+        from .soak_url_run import UrlSoak
+
+        return UrlSoak(options, progress, stopped).run()
     from .soak import Soak
 
     return Soak(options, progress, stopped).run()

@@ -13,12 +13,13 @@ from .soak_truth import Difference, compare
 from .soak_types import Ask, ChunkUse, EngineGone, Reply, Script, SoakError, Turn
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterable, Iterator, Sequence
 
     from .soak_types import Client
 
 PASSES_PER_SALT = 2
-KEPT_CHAINS = 200
+KEPT_LOADS = 300  # requests whose loads are remembered, of each salt
+KEPT_SALTS = 3
 MIN_ABORT_S = 0.005
 
 
@@ -48,8 +49,8 @@ class Result:
         round: of the script, from 1.
         salt: what kept it apart from other rounds.
         difference: from the right answer; None when it is right.
-        earlier_loads: chunks loaded for this session's turns before; they may still be in the
-            device's cache.
+        earlier_loads: of a wrong answer: chunks loaded before, for prompts that begin like this
+            one, where the device's cache hit now: they may be what was hit.
     """
 
     at_s: float
@@ -131,7 +132,7 @@ class Traffic:
         self._gate = _Gate()
         self._lock = threading.Lock()
         self._plays = self._all_plays()
-        self._chains: dict[tuple[str, str], deque[ChunkUse]] = {}
+        self._loaded: dict[str, deque[tuple[tuple[int, ...], tuple[ChunkUse, ...]]]] = {}
         self._users = [
             threading.Thread(target=self._user, args=(number,), name=f"soak-user-{number}")
             for number in range(options.users)
@@ -240,14 +241,34 @@ class Traffic:
         with self._lock:
             self.tally.answered += 1
             self.tally.wrong += difference is not None
-            chain = self._chains.setdefault((salt, turn.session), deque(maxlen=500))
-            result = Result(
-                self._clock() - self._began_s, which, turn, salt, reply, difference, tuple(chain)
-            )
-            chain.extend(reply.loads)
-            while len(self._chains) > KEPT_CHAINS:
-                self._chains.pop(next(iter(self._chains)))
+            loaded = self._loaded.setdefault(salt, deque(maxlen=KEPT_LOADS))
+            earlier: tuple[ChunkUse, ...] = ()
+            if difference is not None:
+                earlier = earlier_loads(turn.prompt, reply.device_tokens, loaded)
+            at_s = self._clock() - self._began_s
+            result = Result(at_s, which, turn, salt, reply, difference, earlier)
+            if reply.loads:
+                loaded.append((turn.prompt, reply.loads))
+            while len(self._loaded) > KEPT_SALTS:
+                self._loaded.pop(next(iter(self._loaded)))
             self._on_result(result)
+
+
+def earlier_loads(
+    prompt: Sequence[int],
+    device_tokens: int,
+    loaded: Iterable[tuple[Sequence[int], Sequence[ChunkUse]]],
+) -> tuple[ChunkUse, ...]:
+    """Return chunks, loaded for other requests, that the device's cache may have hit now."""
+    found: dict[str, ChunkUse] = {}
+    for other, loads in loaded:
+        same = 0
+        for a, b in zip(prompt[:device_tokens], other, strict=False):
+            if a != b:
+                break
+            same += 1
+        found.update((load.key, load) for load in loads if load.start_tokens < same)
+    return tuple(sorted(found.values(), key=lambda load: load.start_tokens))
 
 
 def mismatch_row(result: Result, engine: str, faults: list[str]) -> dict[str, Any]:
@@ -272,6 +293,7 @@ def mismatch_row(result: Result, engine: str, faults: list[str]) -> dict[str, An
         "restored": dict(result.reply.restored),
         "chunks": [load.as_dict() for load in result.reply.loads],
         "earlier_chunks": [load.as_dict() for load in result.earlier_loads],
+        "suspects": [],
         "faults": faults,
         "party": "",
         "why": "",

@@ -254,7 +254,7 @@ def _mismatches(rows: Sequence[Mapping[str, Any]], more: int) -> str:
             "<br>".join(
                 f"<code>{escape(c['key'])}</code> {c['start_tokens']}-{c['end_tokens']} "
                 f"{escape(c['tier'])}"
-                for c in (m["chunks"] or m["earlier_chunks"])[:20]
+                for c in m["suspects"][:20]
             )
             or "none",
             escape(m["why"] + ("; during " + ", ".join(m["faults"]) if m["faults"] else "")),
@@ -262,7 +262,7 @@ def _mismatches(rows: Sequence[Mapping[str, Any]], more: int) -> str:
         for m in rows
     ]
     columns = ("charged to", "engine", "at", "turn", "position", "token", "logprobs apart",
-               "restored", "chunks", "why")  # fmt: skip
+               "restored", "suspected chunks", "why")  # fmt: skip
     note = f"<p>{more} more are not listed.</p>" if more else ""
     return "<h2>Wrong answers</h2>" + _table(columns, body) + note
 

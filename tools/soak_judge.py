@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from typing import Any
 
 from .soak_truth import compare
@@ -12,8 +12,8 @@ KVTIER, VLLM, UNCLEAR = "kvtier", "vllm", "unclear"
 MAX_TRIED = 4
 MIN_DRAFT_TOKENS = 50
 
-AskTurns = Callable[[Sequence[Turn]], list[Reply]]
-"""Plays turns in order and returns their replies."""
+AskSessions = Callable[[Sequence[Sequence[Turn]]], list[Reply]]
+"""Plays each list of turns in order, one list after the other; returns the last reply of each."""
 
 
 def finding(party: str, kind: str, text: str) -> dict[str, str]:
@@ -25,14 +25,15 @@ def charge(
     mismatches: Sequence[dict[str, Any]],
     script: Script,
     limit: float,
-    without_cache: AskTurns | None,
-    own_cache: AskTurns | None,
+    without_cache: AskSessions | None,
+    own_cache: AskSessions | None,
 ) -> None:
     """Fill in ``party`` and ``why`` of every wrong answer.
 
-    The party is vLLM when the same turn is wrong in an engine that kvtier is not in; kvtier when
-    it is right there, and kvtier had loaded part of the prompt (or of an earlier turn, which may
-    still be in the device's cache); else it is unclear. The first few turns are tried again.
+    The party is vLLM when the session is wrong in an engine that kvtier is not in (what is wrong
+    there is stored as it is); kvtier when it is right there, and kvtier had loaded part of the
+    prompt or of what the device's cache may have hit; else it is unclear. The first few turns are
+    tried again.
 
     Args:
         mismatches: rows of `mismatch_row`, changed in place.
@@ -41,55 +42,86 @@ def charge(
         without_cache: asks an engine without any cache; None where there is none to ask.
         own_cache: asks one with vLLM's own prefix cache alone.
     """
-    wrong_in_vllm = {(m["session"], m["turn"]) for m in mismatches if m["engine"] == VLLM}
-    tried: dict[tuple[str, int], str | None] = {}
+    bad_turns: dict[str, set[int]] = {}
     for row in mismatches:
-        where = (row["session"], row["turn"])
         if row["engine"] == VLLM:
-            row["party"], row["why"] = VLLM, "wrong with vLLM's own prefix cache, without kvtier"
-            continue
-        if where in wrong_in_vllm:
-            row["party"] = VLLM
-            row["why"] = "the same turn is wrong with vLLM's own prefix cache, without kvtier"
-            continue
-        if where not in tried and len(tried) < MAX_TRIED:
-            tried[where] = _try_again(where, script, limit, without_cache, own_cache)
-        elsewhere = tried.get(where)
-        if elsewhere is not None:
-            row["party"], row["why"] = VLLM, elsewhere
-        elif row["chunks"] or row["restored"]:
-            row["party"], row["why"] = KVTIER, "right without kvtier; kvtier loaded these chunks"
-        elif row["earlier_chunks"] and row["device_tokens"]:
-            row["party"] = KVTIER
-            row["why"] = (
-                "right without kvtier; the device's cache holds what kvtier loaded for an "
-                "earlier turn"
-            )
-        else:
-            row["party"] = UNCLEAR
-            row["why"] = "right without kvtier, but kvtier had loaded nothing of this session"
+            bad_turns.setdefault(row["session"], set()).add(row["turn"])
+    tried = _try_again(
+        [row for row in mismatches if row["engine"] != VLLM and row["session"] not in bad_turns],
+        script,
+        limit,
+        without_cache,
+        own_cache,
+    )
+    for row in mismatches:
+        row["party"], row["why"] = _party(row, bad_turns.get(row["session"], set()), tried)
+
+
+def _party(
+    row: Mapping[str, Any], bad_turns: set[int], tried: Mapping[tuple[str, int], str]
+) -> tuple[str, str]:
+    if row["engine"] == VLLM:
+        return VLLM, "wrong with vLLM's own prefix cache, without kvtier"
+    elsewhere = tried.get((row["session"], row["turn"]))
+    if elsewhere is not None:
+        return VLLM, elsewhere
+    if row["turn"] in bad_turns:
+        return VLLM, "the same turn is wrong with vLLM's own prefix cache, without kvtier"
+    if bad_turns:
+        turns = ", ".join(str(turn) for turn in sorted(bad_turns))
+        return VLLM, (
+            f"turn {turns} of this session is wrong with vLLM's own prefix cache, without kvtier, "
+            "and what was wrong may have been stored"
+        )
+    if row["chunks"] or row["restored"]:
+        why = "right without kvtier; kvtier loaded part of this prompt"
+    elif row["earlier_chunks"]:
+        why = "right without kvtier; the device's cache hit what kvtier may have loaded before"
+    else:
+        return UNCLEAR, "right without kvtier, but kvtier had loaded nothing of this prompt"
+    return KVTIER, why
 
 
 def _try_again(
-    where: tuple[str, int],
+    rows: Sequence[Mapping[str, Any]],
     script: Script,
     limit: float,
-    without_cache: AskTurns | None,
-    own_cache: AskTurns | None,
-) -> str | None:
-    """Return what is wrong without kvtier, in words; None when the turn is right there."""
-    session = next(s for s in script.sessions if s[0].session == where[0])
-    turns = [turn for turn in session if turn.number <= where[1]]
-    right = script.truth[where]
-    if without_cache is not None:
-        reply = without_cache(turns[-1:])[-1]
-        if compare(right, reply, limit) is not None:
-            return "asked again without any cache, vLLM gives another answer than before"
-    if own_cache is not None:
-        reply = own_cache(turns)[-1]
-        if compare(right, reply, limit) is not None:
-            return "asked again with vLLM's own prefix cache alone, the answer is wrong too"
-    return None
+    without_cache: AskSessions | None,
+    own_cache: AskSessions | None,
+) -> dict[tuple[str, int], str]:
+    """Return for the first few turns what is wrong with them without kvtier, if anything is."""
+    places = list(dict.fromkeys((row["session"], row["turn"]) for row in rows))[:MAX_TRIED]
+    sessions = {session[0].session: session for session in script.sessions}
+    turns = [[t for t in sessions[name] if t.number <= number] for name, number in places]
+    out: dict[tuple[str, int], str] = {}
+    ways = (
+        (own_cache, turns, "asked again with vLLM's own prefix cache alone, it is wrong too"),
+        (
+            without_cache,
+            [some[-1:] for some in turns],
+            "asked again without any cache, vLLM gives another answer than before",
+        ),
+    )
+    for ask, asked, words in ways:
+        if ask is None or not places:
+            continue
+        for place, reply in zip(places, ask(asked), strict=True):
+            if compare(script.truth[place], reply, limit) is not None:
+                out[place] = words
+    return out
+
+
+def name_suspects(mismatches: Sequence[dict[str, Any]], cleared: Container[str]) -> None:
+    """Fill in ``suspects``: the chunks behind each wrong answer that no right answer was made with.
+
+    Args:
+        mismatches: rows of `mismatch_row`, changed in place.
+        cleared: keys of chunks that were loaded for right answers.
+    """
+    for row in mismatches:
+        chunks = {c["key"]: c for c in (*row["earlier_chunks"], *row["chunks"])}
+        left = [chunk for key, chunk in chunks.items() if key not in cleared]
+        row["suspects"] = left or list(chunks.values())
 
 
 def mismatch_findings(mismatches: Sequence[Mapping[str, Any]]) -> list[dict[str, str]]:
@@ -104,7 +136,7 @@ def mismatch_findings(mismatches: Sequence[Mapping[str, Any]]) -> list[dict[str,
         if where in told:
             continue
         told.add(where)
-        chunks = row["chunks"] or row["earlier_chunks"]
+        chunks = row["suspects"]
         names = ", ".join(
             f"{c['key']} (tokens {c['start_tokens']}-{c['end_tokens']}, {c['tier']})"
             for c in chunks[:8]
@@ -117,11 +149,17 @@ def mismatch_findings(mismatches: Sequence[Mapping[str, Any]]) -> list[dict[str,
                 "wrong_answer",
                 f"{row['session']} turn {row['turn']}, position {row['position']} "
                 f"({row['answer_position']} of the answer): token {row['got_token']} instead of "
-                f"{row['expected_token']}, logprobs {row['logprob_difference']} apart{times}; "
-                f"{row['why']}; chunks: {names or 'none'}{more}",
+                f"{row['expected_token']}, {_apart(row['logprob_difference'])}{times}; "
+                f"{row['why']}; chunks not seen in a right answer: {names or 'none'}{more}",
             )
         )
     return out
+
+
+def _apart(difference: float | None) -> str:
+    return "logprobs far apart or no numbers" if difference is None else (
+        f"logprobs {difference:.4g} apart"
+    )  # fmt: skip
 
 
 def draft_findings(

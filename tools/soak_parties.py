@@ -84,11 +84,18 @@ def opened(engine: ChildEngine, options: dict[str, Any]) -> Iterator[ChildEngine
             engine.shut()
 
 
-def asks_turns(engine: ChildEngine, salt: str | None) -> Callable[[Sequence[Turn]], list[Reply]]:
-    """Return what plays turns one after the other in an engine, alone."""
+def asks_sessions(
+    engine: ChildEngine, options: dict[str, Any]
+) -> Callable[[Sequence[Sequence[Turn]]], list[Reply]]:
+    """Return what opens an engine and plays turns in it, alone; the last reply of each list."""
 
-    def play(turns: Sequence[Turn]) -> list[Reply]:
-        replies = [engine.ask(Ask(turn.prompt, turn.answer_tokens, salt)) for turn in turns]
-        return [reply for reply in replies if reply is not None]
+    def play(sessions: Sequence[Sequence[Turn]]) -> list[Reply]:
+        last = []
+        with opened(engine, options):
+            for number, turns in enumerate(sessions):
+                salt = f"again-{number}"
+                replies = [engine.ask(Ask(t.prompt, t.answer_tokens, salt)) for t in turns]
+                last += [reply for reply in replies[-1:] if reply is not None]
+        return last
 
     return play

@@ -20,6 +20,7 @@ from .soak_judge import (
     draft_findings,
     finding,
     mismatch_findings,
+    name_suspects,
     steadiness_findings,
 )
 from .soak_options import SoakOptions
@@ -32,6 +33,7 @@ VERSION = 1
 MAX_BUCKETS = 120
 MAX_MISMATCHES = 500
 KEPT_TIMES = 500
+KEPT_CLEARED = 50_000
 COMPUTED, DEVICE = "computed", "device"
 
 
@@ -99,6 +101,7 @@ class Record:
     noise: Noise = field(default_factory=Noise)
     mismatches: list[dict[str, Any]] = field(default_factory=list)
     wrong_not_listed: int = 0
+    cleared: dict[str, None] = field(default_factory=dict)  # chunks behind right answers
     hits: HitTimeline = field(default_factory=HitTimeline)
     times: dict[str, Times] = field(
         default_factory=lambda: {"none": Times(), VLLM: Times(), KVTIER: Times()}
@@ -150,16 +153,22 @@ class Record:
         if folder is not None and isinstance(capacity, int):
             self.caps["disk_bytes"] = capacity
 
-    def answer(self, engine: str, result: Result, faults: list[str]) -> None:
-        """Take in one answer."""
+    def answer(
+        self, engine: str, result: Result, faults: list[str], *, count_hits: bool = True
+    ) -> None:
+        """Take in one answer; its hits too, where the engine tells them with it."""
         reply = result.reply
         self.times[engine].add(result.turn.number, reply.ttft_s)
-        if engine == KVTIER:
+        if engine == KVTIER and count_hits:
             known = reply.device_tokens + reply.restored_tokens
             tokens = {DEVICE: reply.device_tokens, **reply.restored}
             tokens[COMPUTED] = max(0, reply.prompt_tokens - known)
             self.hits.add(result.at_s, tokens)
         if result.difference is None:
+            for load in reply.loads:
+                self.cleared[load.key] = None
+            while len(self.cleared) > KEPT_CLEARED:
+                self.cleared.pop(next(iter(self.cleared)))
             return
         if len(self.mismatches) < MAX_MISMATCHES:
             self.mismatches.append(mismatch_row(result, engine, faults))
@@ -196,6 +205,7 @@ class Record:
 
     def finish(self, *, interrupted: bool) -> dict[str, Any]:
         """Return the report."""
+        name_suspects(self.mismatches, self.cleared)
         growth = judge_series(self.samples)
         caps = [judge_cap(name, self.samples, cap) for name, cap in self.caps.items()]
         drafts, findings = draft_findings(self.counters, self.own_counters)

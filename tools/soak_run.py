@@ -22,6 +22,7 @@ from .soak_host import Host
 from .soak_judge import KVTIER
 from .soak_listener import Listener
 from .soak_options import SoakOptions
+from .soak_parties import warm_up
 from .soak_record import Record
 from .soak_types import Script, SoakError
 from .soak_watch import Watch, engine_source, redis_used_bytes, rest
@@ -170,7 +171,7 @@ class KVTierRun:
         """After the last fault every tier must come back by itself."""
         end_s = time.monotonic() + BACK_TIMEOUT_S
         while True:
-            self._host.client()
+            warm_up(self._host.client())  # a tier is tried again while the engine steps
             told = self._host.sample() or {}
             off = [
                 name.rpartition(".")[2]

@@ -1,0 +1,231 @@
+"""A soak of a server that the user has started: the same traffic, truth and report.
+
+What is right is asked of a server without any cache, or of the same server with a salt of its own
+for each request: then neither vLLM's cache nor kvtier has anything for it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+from . import models
+from .reporting import CommandError
+from .soak_driver import DriverOptions, Result, Traffic, check_plays
+from .soak_faults import DiskCorrupt, Fault, FaultRunner, plan_faults
+from .soak_judge import KVTIER, charge
+from .soak_listener import Listener
+from .soak_options import SoakOptions
+from .soak_record import COMPUTED, DEVICE, Record
+from .soak_run import play
+from .soak_script import (
+    Asker,
+    build_script,
+    example_text,
+    learn_noise,
+    open_sessions,
+    stream_opener,
+    traffic_options,
+)
+from .soak_steady import folder_bytes, process_sample
+from .soak_truth import TruthStore
+from .soak_types import Ask, Reply, Script, SoakError, Turn
+from .soak_url import UrlEngine
+from .soak_watch import Watch, tidy
+
+SAFE_VOCAB_TOKENS = 1000  # where nothing is known of the tokenizer
+HIT_TOKENS, LOCAL, LOOKED_UP = "hit_tokens.", "local_hit_tokens", "lookup_tokens"
+
+
+class UrlSoak:
+    """One soak of a server.
+
+    Args:
+        options: what to run.
+        listener: told of progress.
+        stopped: set to end early, with a report.
+    """
+
+    def __init__(self, options: SoakOptions, listener: Listener, stopped: threading.Event) -> None:
+        assert options.url is not None
+        self._options = options
+        self._listener = listener
+        self._stopped = stopped
+        self.record = Record(options)
+        self._server = UrlEngine(options.url, options.model)
+        if options.oracle_url is not None:
+            self._oracle = UrlEngine(options.oracle_url, options.model)
+        else:
+            self._oracle = UrlEngine(options.url, options.model, uncached=True)
+        self._last: Mapping[str, float] = {}
+        self._first: Mapping[str, float] = {}
+        self._began_s = 0.0
+
+    def run(self) -> dict[str, Any]:
+        """Run it; return the report. Blocking.
+
+        Raises:
+            CommandError, SoakError: a server does not answer.
+        """
+        options, record = self._options, self.record
+        max_tokens = min(self._server.max_model_tokens, self._oracle.max_model_tokens)
+        max_tokens = min(max_tokens, options.context_tokens or max_tokens)
+        store = TruthStore(
+            options.truth_folder or models.cache_dir() / "soak",
+            {
+                "model": self._oracle.model,
+                "url": options.oracle_url or options.url,
+                "version": self._oracle.version(),
+                "max_model_tokens": max_tokens,
+                "format": 1,
+            },
+        )
+        self._listener.phase("right answers, without any cache")
+        script = self._script(store, max_tokens)
+        check_plays(script)
+        self._soak(script)
+        charge(
+            record.mismatches,
+            script,
+            record.noise.tolerance(options.dtype),
+            self._asks(self._oracle, "uncached"),
+            self._asks(self._server, "own"),
+        )
+        return record.finish(interrupted=self._stopped.is_set())
+
+    def _script(self, store: TruthStore, max_tokens: int) -> Script:
+        options = self._options
+        asked = [0]
+
+        def alone(ask: Ask) -> Reply:
+            asked[0] += 1
+            reply = self._oracle.ask(ask)
+            assert reply is not None
+            return reply
+
+        def together(asks: Sequence[Ask]) -> list[Reply]:
+            with ThreadPoolExecutor(len(asks)) as pool:
+                return list(pool.map(alone, asks))
+
+        asker = Asker(alone, together)
+        open_stream = stream_opener(options, self._encoder(), SAFE_VOCAB_TOKENS)
+        noise, speed = learn_noise(store, lambda: asker, open_stream, options, max_tokens)
+        shape = traffic_options(options, max_tokens, speed)
+        budget_s = 1.4 * options.sessions * options.turns * shape.context_tokens / speed + 10.0
+        script = build_script(
+            open_sessions(options, shape, open_stream),
+            store,
+            lambda: asker,
+            budget_s,
+            self._stopped.is_set,
+            lambda n, left_s: self._listener.progress(
+                budget_s - left_s, budget_s, f"{n} right answers"
+            ),
+        )
+        self.record.script(script, noise, asked[0], len(store))
+        return script
+
+    def _encoder(self) -> Any:
+        try:
+            return self._server.tokens if self._server.tokens(example_text(1)) else None
+        except (OSError, ValueError, KeyError):
+            return None
+
+    def _asks(self, engine: UrlEngine, name: str) -> Any:
+        def ask_sessions(sessions: Sequence[Sequence[Turn]]) -> list[Reply]:
+            last = []
+            for number, turns in enumerate(sessions):
+                salt = f"soak-{name}-{time.time_ns():x}-{number}"
+                asks = [Ask(t.prompt, t.answer_tokens, salt, kvtier=False) for t in turns]
+                last += [r for r in [engine.ask(ask) for ask in asks][-1:] if r is not None]
+            return last
+
+        return ask_sessions
+
+    # -- traffic -----------------------------------------------------------
+
+    def _soak(self, script: Script) -> None:
+        options, record = self._options, self.record
+        folder = options.kvtier.get("disk")
+        record.settings(dict(options.kvtier), script, folder)
+        record.folder = None  # a server goes on writing: its store is `kvtier verify`'s to check
+        self._began_s = time.monotonic()
+        kinds: dict[str, Fault] = {}
+        if folder is not None:
+            kinds["disk-corrupt"] = DiskCorrupt(str(folder))
+        faults = FaultRunner(
+            plan_faults(options.faults, options.duration_s, options.seed),
+            kinds,
+            self._counters,
+            self._clock,
+            options.seed,
+        )
+
+        def note(result: Result) -> None:
+            faults.note(result.at_s, result.difference is None)
+            record.answer(KVTIER, result, faults.active(result.at_s), count_hits=False)
+
+        traffic = Traffic(
+            script,
+            lambda: self._server,
+            DriverOptions(options.users, options.abort_share, None, options.seed),
+            record.noise.tolerance(options.dtype),
+            note,
+        )
+        self._first = self._last = self._counters() or {}
+        every_s = options.sample_s or min(30.0, max(1.0, options.duration_s / 300))
+        watch = Watch(self._source, self._clock, every_s)
+        self._listener.phase("kvtier")
+        watch.start()
+        faults.start()
+        try:
+            play(traffic, self._listener, self._stopped, options.duration_s)
+        finally:
+            faults.stop()
+            watch.stop()
+            record.tally, record.faults = traffic.tally, faults.rows
+            record.duration_s = self._clock()
+            with contextlib.suppress(CommandError):
+                watch.look()
+            record.samples = watch.samples
+            record.counters = {
+                name: value - self._first.get(name, 0.0)
+                for name, value in (self._counters() or {}).items()
+            }
+        if watch.failure is not None:
+            raise SoakError(f"the server's metrics: {watch.failure}")
+
+    def _clock(self) -> float:
+        return time.monotonic() - self._began_s
+
+    def _counters(self) -> dict[str, float] | None:
+        try:
+            told = self._server.sample()
+        except CommandError:
+            return None
+        return {name: v for name, v in told.items() if not name.startswith("gauge.")}
+
+    def _source(self) -> dict[str, float]:
+        told = self._server.sample()
+        found: dict[str, float] = {"incarnation": 1, **tidy(told)}
+        if self._options.metrics_pid is not None:
+            found.update(process_sample(self._options.metrics_pid))
+        folder = self._options.kvtier.get("disk")
+        if folder is not None:
+            found["disk_bytes"] = folder_bytes(str(folder))
+        grown = {n: v - self._last.get(n, 0.0) for n, v in told.items() if n[:6] != "gauge."}
+        self._last = told
+        tokens = {
+            name.removeprefix(HIT_TOKENS): int(v)
+            for name, v in grown.items()
+            if name.startswith(HIT_TOKENS)
+        }
+        restored = sum(tokens.values())
+        tokens[DEVICE] = int(grown.get(LOCAL, 0))
+        tokens[COMPUTED] = max(0, int(grown.get(LOOKED_UP, 0)) - restored - tokens[DEVICE])
+        self.record.hits.add(self._clock(), tokens)
+        return found
