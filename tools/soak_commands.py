@@ -169,8 +169,9 @@ def _run(
 ) -> dict[str, Any]:
     progress = Progress(sys.stderr.isatty())
     if storage_only:
-        raise CommandError("not there yet")
-    del operations
+        from .soak_storage import StorageSoak
+
+        return StorageSoak(options, progress, stopped, operations).run()
     if options.url is not None:
         from .soak_url_run import UrlSoak
 
@@ -238,14 +239,25 @@ def _clock(seconds: float) -> str:
 def write_report(folder: Path, found: dict[str, Any]) -> None:
     """Write report.json and report.html."""
     from .soak_html import page
+    from .soak_storage_html import FORMAT, storage_page
 
+    draw = storage_page if found["format"] == FORMAT else page
     (folder / "report.json").write_text(json.dumps(found, indent=1) + "\n")
-    (folder / "report.html").write_text(page(found), encoding="utf-8")
+    (folder / "report.html").write_text(draw(found), encoding="utf-8")
 
 
 def _say(found: dict[str, Any], folder: Path) -> None:
     if sys.stderr.isatty():
         note("")
+    _say_storage(found) if "operations" in found else _say_answers(found)
+    for row in found["findings"][:FINDINGS_SHOWN]:
+        print(f"{row['party']}: {row['text']}")
+    if len(found["findings"]) > FINDINGS_SHOWN:
+        print(f"and {len(found['findings']) - FINDINGS_SHOWN} more findings")
+    print(f"{found['verdict']}; report: {folder / 'report.html'}")
+
+
+def _say_answers(found: dict[str, Any]) -> None:
     traffic, noise = found["traffic"], found["noise"]
     print(f"noise: logprobs of equal requests differ by {noise['alone']:.2g} alone, "
           f"{noise['together']:.2g} beside others; "
@@ -253,8 +265,10 @@ def _say(found: dict[str, Any], folder: Path) -> None:
     tokens = ", ".join(f"{n:,} {name}" for name, n in traffic["tokens"].items() if n)
     print(f"answers: {traffic['answered']}, wrong: {traffic['wrong']}, given up: "
           f"{traffic['aborted']}; prompt tokens: {tokens or 'none'}")  # fmt: skip
-    for row in found["findings"][:FINDINGS_SHOWN]:
-        print(f"{row['party']}: {row['text']}")
-    if len(found["findings"]) > FINDINGS_SHOWN:
-        print(f"and {len(found['findings']) - FINDINGS_SHOWN} more findings")
-    print(f"{found['verdict']}; report: {folder / 'report.html'}")
+
+
+def _say_storage(found: dict[str, Any]) -> None:
+    done, lives = found["operations"], found["lives"]
+    killed = sum(life["killed"] for life in lives)
+    print(f"operations: {done['all']:,}; lives: {len(lives)}, killed: {killed}; "
+          f"{done['all'] / max(1.0, found['duration_s']):,.0f} a second")  # fmt: skip

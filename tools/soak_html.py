@@ -41,54 +41,48 @@ details{margin:10px 0}summary{cursor:pointer;color:var(--soft)}
 
 def page(found: Mapping[str, Any]) -> str:
     """Return the page of a report."""
-    setup = found["setup"]
     parts = [
-        '<!doctype html><html lang="en"><head><meta charset="utf-8">',
-        '<meta name="viewport" content="width=device-width, initial-scale=1">',
-        f"<title>kvtier soak: {escape(found['verdict'])}</title><style>{_STYLE}</style></head>",
-        "<body><h1>kvtier soak</h1>",
-        _subtitle(found),
-        _verdict(found),
-        _tiles(found),
-        _findings(found["findings"]),
+        head(found, f"{found['setup']['model']}, {found['setup']['dtype']}"),
+        tiles(_figures(found)),
+        findings_table(found["findings"]),
         "<h2>Traffic</h2>",
         _plots_of_traffic(found),
         "<h2>Steadiness</h2>",
         _plots_over_time(found),
-        _steadiness(found["steadiness"]),
+        steadiness_table(found["steadiness"]),
+        _rests(found["steadiness"]),
         _faults(found["faults"]),
         _mismatches(found["mismatches"], found["mismatches_not_listed"]),
-        _details("Set-up", setup.items()),
-        _details("Noise", found["noise"].items()),
-        _details("Counters", found["counters"].items()),
+        details("Set-up", found["setup"].items()),
+        details("Noise", found["noise"].items()),
+        details("Counters", found["counters"].items()),
         "</body></html>",
     ]
     return "\n".join(parts)
 
 
-def _subtitle(found: Mapping[str, Any]) -> str:
-    setup = found["setup"]
+def head(found: Mapping[str, Any], subtitle: str) -> str:
+    """Return the page's beginning: what ran, and the verdict."""
     began = time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime(found["began_unix_s"]))
-    text = (
-        f"{setup['model']}, {setup['dtype']}; {began}, {found['duration_s'] / 60:.1f} minutes, "
-        f"seed {setup['seed']}"
-    )
-    return f'<div class="soft">{escape(text)}</div>'
-
-
-def _verdict(found: Mapping[str, Any]) -> str:
+    ran = f"{began}, {found['duration_s'] / 60:.1f} minutes, seed {found['setup']['seed']}"
     colour = "ok" if found["ok"] else "bad"
     cut = " It was ended early." if found["interrupted"] else ""
     text = found["verdict"][:1].upper() + found["verdict"][1:]
-    return f'<div class="verdict {colour}" id="verdict">{escape(text)}.{cut}</div>'
+    return (
+        '<!doctype html><html lang="en"><head><meta charset="utf-8">'
+        '<meta name="viewport" content="width=device-width, initial-scale=1">'
+        f"<title>kvtier soak: {escape(found['verdict'])}</title><style>{_STYLE}</style></head>"
+        f'<body><h1>kvtier soak</h1><div class="soft">{escape(subtitle)}; {escape(ran)}</div>'
+        f'<div class="verdict {colour}" id="verdict">{escape(text)}.{cut}</div>'
+    )
 
 
-def _tiles(found: Mapping[str, Any]) -> str:
+def _figures(found: Mapping[str, Any]) -> list[tuple[str, str]]:
     traffic = found["traffic"]
     tokens = traffic["tokens"]
     total = max(1, traffic["prompt_tokens"])
     restored = sum(n for name, n in tokens.items() if name not in {"computed", "device"})
-    shown = [
+    return [
         ("answers compared", f"{traffic['answered']:,}"),
         ("wrong", f"{traffic['wrong']:,}"),
         ("given up and asked again", f"{traffic['aborted']:,}"),
@@ -96,11 +90,16 @@ def _tiles(found: Mapping[str, Any]) -> str:
         ("of prompt tokens restored", f"{100 * restored / total:.1f} %"),
         ("noise of logprobs", f"{max(found['noise']['alone'], found['noise']['together']):.2g}"),
     ]
-    tiles = "".join(f"<div><b>{escape(v)}</b>{escape(k)}</div>" for k, v in shown)
-    return f'<div class="tiles">{tiles}</div>'
 
 
-def _findings(findings: Sequence[Mapping[str, str]]) -> str:
+def tiles(figures: Sequence[tuple[str, str]]) -> str:
+    """Return (name, value) pairs as a row of tiles."""
+    shown = "".join(f"<div><b>{escape(v)}</b>{escape(k)}</div>" for k, v in figures)
+    return f'<div class="tiles">{shown}</div>'
+
+
+def findings_table(findings: Sequence[Mapping[str, str]]) -> str:
+    """Return what was wrong, by party; nothing where nothing was."""
     if not findings:
         return ""
     rows = [
@@ -108,7 +107,7 @@ def _findings(findings: Sequence[Mapping[str, str]]) -> str:
          escape(f["text"]))
         for f in findings
     ]  # fmt: skip
-    return "<h2>Findings</h2>" + _table(("charged to", "what", "details"), rows)
+    return "<h2>Findings</h2>" + table(("charged to", "what", "details"), rows)
 
 
 def _plots_of_traffic(found: Mapping[str, Any]) -> str:
@@ -196,7 +195,8 @@ def _plots_over_time(found: Mapping[str, Any]) -> str:
     )
 
 
-def _steadiness(steady: Mapping[str, Any]) -> str:
+def steadiness_table(steady: Mapping[str, Any]) -> str:
+    """Return the verdicts on what must be flat and below its cap."""
     rows = [
         (
             escape(row["name"].replace("_", " ")),
@@ -211,13 +211,14 @@ def _steadiness(steady: Mapping[str, Any]) -> str:
          escape(number(row["most"])), "-", escape(number(row["cap"])), "-")
         for row in steady["caps"]
     ]  # fmt: skip
-    rest = f"<p>Everything came to rest {steady['rests']} times"
-    held = steady["held_at_rest"]
-    rest += (
-        f"; held then: {escape('; '.join(held))}.</p>" if held else ", and nothing was held.</p>"
-    )
     columns = ("series", "verdict", "first third", "last third", "growth", "allowed", "an hour")
-    return _table(columns, rows) + rest
+    return table(columns, rows)
+
+
+def _rests(steady: Mapping[str, Any]) -> str:
+    held = steady["held_at_rest"]
+    what = f"; held then: {escape('; '.join(held))}" if held else ", and nothing was held"
+    return f"<p>Everything came to rest {steady['rests']} times{what}.</p>"
 
 
 def _faults(faults: Sequence[Mapping[str, Any]]) -> str:
@@ -235,7 +236,7 @@ def _faults(faults: Sequence[Mapping[str, Any]]) -> str:
         )
         for row in faults
     ]
-    return "<h2>Faults</h2>" + _table(("fault", "when", "what", "followed", "answers"), rows)
+    return "<h2>Faults</h2>" + table(("fault", "when", "what", "followed", "answers"), rows)
 
 
 def _mismatches(rows: Sequence[Mapping[str, Any]], more: int) -> str:
@@ -264,12 +265,13 @@ def _mismatches(rows: Sequence[Mapping[str, Any]], more: int) -> str:
     columns = ("charged to", "engine", "at", "turn", "position", "token", "logprobs apart",
                "restored", "suspected chunks", "why")  # fmt: skip
     note = f"<p>{more} more are not listed.</p>" if more else ""
-    return "<h2>Wrong answers</h2>" + _table(columns, body) + note
+    return "<h2>Wrong answers</h2>" + table(columns, body) + note
 
 
-def _details(title: str, rows: Iterable[tuple[str, Any]]) -> str:
+def details(title: str, rows: Iterable[tuple[str, Any]]) -> str:
+    """Return a table that opens on a click."""
     body = [(escape(str(k)), escape(_value(v))) for k, v in rows]
-    return f"<details><summary>{title}</summary>{_table(('name', 'value'), body)}</details>"
+    return f"<details><summary>{title}</summary>{table(('name', 'value'), body)}</details>"
 
 
 def _value(value: Any) -> str:
@@ -280,7 +282,7 @@ def _value(value: Any) -> str:
     return f"{value:g}" if isinstance(value, float) else str(value)
 
 
-def _table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+def table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     """Return a table; cells are HTML already."""
     head = "".join(f"<th>{escape(column)}</th>" for column in columns)
     body = "".join("<tr>" + "".join(f"<td>{cell}</td>" for cell in row) + "</tr>" for row in rows)
