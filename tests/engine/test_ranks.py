@@ -1,4 +1,4 @@
-"""Two tensor parallel ranks, each with its own part of every block."""
+"""Tensor parallel ranks hold a part of every block each, pipeline stages their own layers."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import pytest
 
 from . import models
 from .harness import (
+    BLOCK_TOKENS,
     CHUNK_TOKENS,
     FLOAT32_TOLERANCE,
     Engine,
@@ -78,3 +79,44 @@ def test_a_hit_counts_only_when_every_rank_has_it(forked, tmp_path):
         assert answer.distance(right) <= FLOAT32_TOLERANCE
         assert answer.restored_tokens >= 2 * CHUNK_TOKENS
         assert engine.half.catalog.resident()["disk"] == len(records_of(folder, 0))
+
+
+@pytest.fixture
+def staged(monkeypatch, forked):
+    """Pipeline stages on the CPU: vLLM makes a later stage's buffers only while it warms up."""
+    from vllm.v1.worker.gpu_model_runner import GPUModelRunner
+
+    gather = GPUModelRunner.sync_and_gather_intermediate_tensors
+
+    def gather_into_buffers(self, *args, **kwargs):
+        if self.intermediate_tensors is None:
+            self.intermediate_tensors = self.model.make_empty_intermediate_tensors(
+                batch_size=self.max_num_tokens, dtype=self.model_config.dtype, device=self.device
+            )
+        return gather(self, *args, **kwargs)
+
+    monkeypatch.setattr(GPUModelRunner, "sync_and_gather_intermediate_tensors", gather_into_buffers)
+
+
+def test_pipeline_stages_store_their_own_layers(staged, tmp_path):
+    """Both stages restore, and only together; a stage's damaged record recomputes the request."""
+    folder = str(tmp_path)
+    with Engine(models.LLAMA, prefix_caching=False) as engine:
+        right = engine.ask(TOKENS, N)
+    more = {"pipeline_parallel_size": 2, "distributed_executor_backend": "mp"}
+    more |= {"blocks": 60, "max_model_len": 1024}
+    with Engine(models.LLAMA, {"disk": folder, "disk_capacity": "1GiB"}, **more) as engine:
+        restored = []
+        for damage in (False, False, True):
+            engine.forget()
+            if damage:
+                damage_files(records_of(folder, 1))
+            answer = engine.ask(TOKENS, N)
+            assert answer.distance(right) <= FLOAT32_TOLERANCE
+            restored.append(answer.restored_tokens)
+        assert restored == [0, (len(TOKENS) - 1) // BLOCK_TOKENS * BLOCK_TOKENS, 0]
+        ours, theirs = records_of(folder, 0), records_of(folder, 1)
+        assert {Path(p).name for p in ours} == {Path(p).name for p in theirs}
+        assert {Path(p).read_bytes() for p in ours}.isdisjoint(Path(p).read_bytes() for p in theirs)
+        engine.drain()
+        assert engine.free_blocks == engine.free_at_start
