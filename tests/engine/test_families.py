@@ -6,9 +6,12 @@ caching, and kvtier. Every request runs alone, so that batches are composed alik
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from contextlib import ExitStack
+from dataclasses import dataclass, field
 
 import pytest
+
+from kvtier.tools.redis_server import RedisServer
 
 from . import models
 from .harness import (
@@ -81,6 +84,7 @@ class Truth:
     own_answers: list[Answer]  # on vLLM's own prefix hits
     own_turns: list[Answer]
     disk: str = ""
+    redis: dict[str, str] = field(default_factory=dict)  # settings
 
 
 def converse(engine):
@@ -125,7 +129,11 @@ def truth(request, tmp_path_factory):
     # vLLM does as soon as prefix caching is on; that is the engine's, not ours.
     assert family.recurrent or max(moved) <= FLOAT32_TOLERANCE
     disk = str(tmp_path_factory.mktemp(family.name))
-    return Truth(family, answers, turns, own, own_turns, disk)
+    with ExitStack() as stack:
+        # test_redis_engine.py has that family over Redis; here its RAM is really alone.
+        alone = family.model is models.LLAMA
+        redis = {} if alone else {"redis": stack.enter_context(RedisServer()).url}
+        yield Truth(family, answers, turns, own, own_turns, disk, redis)
 
 
 def assert_exact(truth, answers):
@@ -171,11 +179,11 @@ def assert_restored(truth, answers):
         assert answer.restored_tokens == reach, f"{n} tokens"
 
 
-def test_restores_from_ram_alone(truth):
-    """RAM alone: cold, restored and turn after turn, answers are those of no cache at all."""
+def test_restores_from_ram(truth):
+    """RAM: cold, restored and turn after turn, answers are those of no cache at all."""
     family = truth.family
     prompts = family.prompts()
-    with family.engine({"ram": "64MiB"}) as engine:
+    with family.engine({"ram": "64MiB", **truth.redis}) as engine:
         assert_exact(truth, engine.ask_each(prompts, ANSWER_TOKENS))
         engine.forget()
         warm = engine.ask_each(prompts, ANSWER_TOKENS)
@@ -194,6 +202,23 @@ def test_restores_from_ram_alone(truth):
         assert restored
         for i in restored:
             assert damaged[i].distance(warm[i]) > 10 * FLOAT32_TOLERANCE
+        engine.assert_clean()
+
+
+def test_a_second_engine_restores_from_redis(truth):
+    """What one engine wrote to Redis from below its RAM another one restores exactly."""
+    family = truth.family
+    if not truth.redis:
+        pytest.skip("test_redis_engine.py has this family")
+    prompts = family.prompts()
+    with family.engine(truth.redis) as engine:
+        answers = engine.ask_each(prompts, ANSWER_TOKENS)
+        assert_exact(truth, answers)
+        assert_restored(truth, answers)
+        turns = ask_turns(engine, truth)
+        assert_turns_exact(truth, turns)
+        assert_turns_restored(truth, turns)
+        assert engine.read_bytes("redis") > 0
         engine.assert_clean()
 
 
@@ -216,9 +241,11 @@ def test_restores_from_disk_alone(truth):
         engine.flush_stats()
         assert engine.stats["loads_failed"] > 0
         assert engine.stats["load_failed_chunks.disk.payload_checksum"] > 0
-        engine.forget()
-        healed = engine.ask_each(prompts, ANSWER_TOKENS)
-        assert_exact(truth, healed)
+        # A state is handed over once: one that is found bad after that waits for the next turn.
+        for _ in range(2 if family.recurrent else 1):
+            engine.forget()
+            healed = engine.ask_each(prompts, ANSWER_TOKENS)
+            assert_exact(truth, healed)
         assert_restored(truth, healed)
         engine.assert_clean()
 
