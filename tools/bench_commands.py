@@ -83,11 +83,22 @@ def engine(
     folder: Folder = None,
     prompt_tokens: Annotated[int, typer.Option(help="Length of the prompt.", min=512)] = 6000,
     rounds: Annotated[int, typer.Option(help="Rounds; medians are reported.", min=1)] = 5,
+    no_reuse: Annotated[
+        bool,
+        typer.Option(
+            "--no-reuse", help="Throughput where nothing is used again, with and without kvtier."
+        ),
+    ] = False,
     as_json: Json = False,
 ) -> None:
     """Time to first token in the real engine: cold, from the device, from RAM, from disk."""
-    from . import bench_engine
+    from . import bench_engine, bench_throughput
 
+    if no_reuse:
+        load = bench_throughput.ThroughputBench(model=model, folder=folder, rounds=rounds + 1)
+        result = bench_throughput.run(load, _say)
+        print_json(result) if as_json else _fields(result, without=("samples_s",))
+        return
     options = bench_engine.EngineBench(
         model=model, folder=folder, prompt_tokens=prompt_tokens, rounds=rounds
     )

@@ -130,8 +130,13 @@ class Engine:
 
     def ask(self, prompt_token_ids: Sequence[int], answer_tokens: int = 16) -> Answer:
         """Run one request to its end, greedily. Blocking; steps the engine."""
+        return self.ask_together([prompt_token_ids], answer_tokens)[0]
+
+    def ask_together(
+        self, prompts: Sequence[Sequence[int]], answer_tokens: int = 16
+    ) -> list[Answer]:
+        """Run requests side by side to their end, greedily. Blocking; steps the engine."""
         core = self._llm.llm_engine
-        self._count += 1
         params = self._sampling(
             temperature=0.0,
             max_tokens=answer_tokens,
@@ -141,21 +146,26 @@ class Engine:
             detokenize=self.options.tokenizer,
         )
         started_s = self._clock()
-        request_id = core.add_request(
-            f"ask-{self._count}", {"prompt_token_ids": list(prompt_token_ids)}, params
-        )
-        first_s: float | None = None
-        final = None
+        request_ids = []
+        for prompt in prompts:
+            self._count += 1
+            name = f"ask-{self._count}"
+            prompt_ids = {"prompt_token_ids": list(prompt)}
+            request_ids.append((name, core.add_request(name, prompt_ids, params)))
+        first_s: dict[str, float] = {}
+        ended: dict[str, tuple[Any, float]] = {}
         while core.has_unfinished_requests():
             for output in core.step():
-                if first_s is None and output.outputs[0].token_ids:
-                    first_s = self._clock() - started_s
+                if output.outputs[0].token_ids:
+                    first_s.setdefault(output.request_id, self._clock() - started_s)
                 if output.finished:
-                    final = output
-        total_s = self._clock() - started_s
-        if final is None or first_s is None:
+                    ended[output.request_id] = output, self._clock() - started_s
+        if len(ended) < len(prompts) or len(first_s) < len(prompts):
             raise EngineError("the engine dropped a request without an answer")
-        return self._answer(request_id, final, first_s, total_s)
+        return [
+            self._answer(inner, ended[name][0], first_s[name], ended[name][1])
+            for name, inner in request_ids
+        ]
 
     def _answer(self, request_id: str, final: Any, ttft_s: float, total_s: float) -> Answer:
         completion = final.outputs[0]
