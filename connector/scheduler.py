@@ -314,7 +314,7 @@ class SchedulerHalf:
             idle=n_tokens == 0,
             namespace=fresh,
             saves=self._saves.take(),
-            loads=self._load_plans.take() + self._extras.loads(self._namespace),
+            loads=self._load_plans.take() + self._extra_loads(),
             cancels=tuple(self._cancels),
             touches=tuple((tier, tuple(keys)) for tier, keys in self._touches.items()),
             removals=self._auditor.take_removals(),
@@ -322,6 +322,10 @@ class SchedulerHalf:
         )
         self._cancels, self._touches = [], {}
         return plan
+
+    def _extra_loads(self) -> tuple[LoadJob, ...]:
+        # Before the indexes are read, what is stored looks as if it were not.
+        return () if self._tier_states.starting() else self._extras.loads(self._namespace)
 
     def _open_namespace(self) -> NamespaceInfo | None:
         shared = self.options.shared

@@ -20,7 +20,7 @@ from kvtier.connector.warm_request import MAX_KEYS, WarmRequest
 from kvtier.connector.warmer import CHUNKS_UNDER_WAY
 from kvtier.storage.catalog import RAM
 from kvtier.storage.errors import KVTierError
-from kvtier.storage.jobs import ChunkStatus
+from kvtier.storage.jobs import ChunkStatus, LoadDone, LoadRetired, TierNews
 from kvtier.storage.key import key_name
 
 from .halves import CHUNK, OK, Half, request_of
@@ -209,7 +209,6 @@ def test_all_ranks_must_have_it():
     half, _, wish = half_of(1, n_ranks=2)
     half.wishes.put(wish)
     (job,) = half.plan().loads
-    from kvtier.storage.jobs import LoadDone, LoadRetired
 
     half.tell(LoadDone(job.job_id, "", bytes([OK]), ok=True), rank=0)
     half.tell(LoadRetired(job.job_id, b"\1"), rank=0)
@@ -392,3 +391,14 @@ def test_keys_survive_the_wire():
     """What is sent is what is asked for."""
     keys = [(os.urandom(33), n) for n in range(100)]
     assert parse_wish(line(keys)).keys == tuple(keys)
+
+
+def test_indexes_are_waited_for():
+    """While a tier's index is being read a wish waits: it would be told that nothing is there."""
+    half, _, wish = half_of()
+    half.tell(TierNews("disk", complete=False, reset=True))
+    half.wishes.put(wish)
+    assert half.plan().loads == ()
+    assert wish.as_dict()["state"] == "waiting"
+    half.tell(TierNews("disk", added=tuple(key for key, _ in wish.keys)))
+    assert len(half.plan().loads[0].chunks) == 3
