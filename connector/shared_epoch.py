@@ -4,6 +4,10 @@ A thread asks and raises; the engine's thread only looks, but for a bounded wait
 in `raise_epoch`. Until the tier has answered the epoch is not known, and what
 lies there is neither read nor written: after a clear that did not reach the
 tier, that is how long it is left alone.
+
+Now and then it is asked for again: another engine's clear is followed, and a
+number that has gone back (a key that the server evicted, an old snapshot) is put
+where it was, so that what a clear took away does not come back.
 """
 
 from __future__ import annotations
@@ -19,6 +23,7 @@ logger = logging.getLogger("kvtier.namespace")
 
 MIN_BACKOFF_S = 1.0
 MAX_BACKOFF_S = 30.0
+ASK_AGAIN_S = 30.0
 
 
 class SharedEpoch:
@@ -26,14 +31,15 @@ class SharedEpoch:
 
     Args:
         read: returns it; blocks, raises `KVTierError`.
-        raise_it: raises it and returns the new one; likewise.
+        raise_by: adds to it and returns the new one; likewise.
     """
 
-    def __init__(self, read: Callable[[], int], raise_it: Callable[[], int]) -> None:
+    def __init__(self, read: Callable[[], int], raise_by: Callable[[int], int]) -> None:
         self._read = read
-        self._raise = raise_it
+        self._raise_by = raise_by
         self._cond = threading.Condition()
         self._value: int | None = None
+        self._highest = 0  # that was ever seen; the thread's own
         self._clears = 0  # asked for so far
         self._raised = 0  # of these, those that reached the tier
         self._closed = False
@@ -57,12 +63,21 @@ class SharedEpoch:
         backoff_s = MIN_BACKOFF_S
         while True:
             with self._cond:
-                self._cond.wait_for(lambda: self._closed or self._value is None)
+                self._cond.wait_for(lambda: self._closed or self._value is None, ASK_AGAIN_S)
                 if self._closed:
                     return
                 clears, owed = self._clears, self._clears > self._raised
             try:
-                value = self._raise() if owed else self._read()
+                value = self._raise_by(1) if owed else self._read()
+                least = self._highest + owed
+                if value < least:
+                    logger.warning(
+                        "kvtier: the shared epoch went back from %d to %d; it is put right",
+                        self._highest,
+                        value - owed,
+                    )
+                    value = self._raise_by(least - value)
+                self._highest = value
             except KVTierError as err:
                 logger.debug("kvtier: the shared epoch is not known: %s", err)
             except Exception:

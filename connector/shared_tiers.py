@@ -6,6 +6,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 
 from ..storage.errors import KVTierError
 from ..storage.keyring import KeyRing
@@ -80,7 +81,7 @@ def open_epoch(config: Config, name: str) -> SharedEpoch | None:
     from ..storage.redis_epoch import raise_epoch, read_epoch  # noqa: PLC0415 (likewise)
 
     settings = config.redis_settings()
-    return SharedEpoch(lambda: read_epoch(settings, name), lambda: raise_epoch(settings, name))
+    return SharedEpoch(lambda: read_epoch(settings, name), partial(raise_epoch, settings, name))
 
 
 def clear_in_background(config: Config, info: NamespaceInfo, n_holders: int) -> None:

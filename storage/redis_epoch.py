@@ -38,17 +38,17 @@ def read_epoch(settings: RedisSettings, name: str) -> int:
     raise TierUnavailable(f"redis {settings.safe_url}: {key.decode()} holds no number; delete it")
 
 
-def raise_epoch(settings: RedisSettings, name: str) -> int:
-    """Raise the epoch and return the new one. Blocking.
+def raise_epoch(settings: RedisSettings, name: str, by: int = 1) -> int:
+    """Add to the epoch and return the new one. Blocking.
 
     Raises:
         TierUnavailable, TierRefused: it may not have been raised.
     """
     key = _key(settings, name)
-    answer = _ask(settings, key, command(b"INCR", key))
+    answer = _ask(settings, key, command(b"INCRBY", key, b"%d" % by))
     if isinstance(answer, int):
         return answer
-    raise TierUnavailable(f"redis {settings.safe_url}: INCR answered no number")
+    raise TierUnavailable(f"redis {settings.safe_url}: INCRBY answered no number")
 
 
 def _key(settings: RedisSettings, name: str) -> bytes:

@@ -243,7 +243,7 @@ def test_a_reset_reaches_redis_and_leaves_foreign_keys(engine, store, caplog):
         assert [client.get(key) for key in client.scan_iter("kvtier:epoch:*")] == [b"1"]
         client.echo("end")
         watcher.join(10)
-    assert {"SET", "GET", "EXISTS", "UNLINK", "SCAN", "INCR"} <= set(seen)
+    assert {"SET", "GET", "EXISTS", "UNLINK", "SCAN", "INCRBY"} <= set(seen)
     assert not {name for name in seen if name == "KEYS" or name.startswith("FLUSH")}
 
 

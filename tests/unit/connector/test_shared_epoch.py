@@ -33,9 +33,9 @@ class Tier:
         self._reach()
         return self.value
 
-    def raise_it(self):
+    def raise_by(self, n):
         self._reach()
-        self.value += 1
+        self.value += n
         return self.value
 
 
@@ -47,7 +47,7 @@ def tier(monkeypatch):
 
 @pytest.fixture
 def epoch(tier):
-    epoch = SharedEpoch(tier.read, tier.raise_it)
+    epoch = SharedEpoch(tier.read, tier.raise_by)
     yield epoch
     tier.gate.set()
     epoch.close()
@@ -56,7 +56,7 @@ def epoch(tier):
 def test_it_is_read_without_being_waited_for(tier):
     """While the tier owes its answer the epoch is unknown; then it is the tier's."""
     tier.gate.clear()
-    epoch = SharedEpoch(tier.read, tier.raise_it)
+    epoch = SharedEpoch(tier.read, tier.raise_by)
     assert tier.entered.wait(10)
     assert epoch.value is None
     tier.gate.set()
@@ -91,6 +91,36 @@ def test_a_clear_during_another_is_raised_once_more(epoch, tier):
     assert not epoch.raise_epoch(0.01)
     tier.gate.set()
     eventually(lambda: epoch.value == 9)
+
+
+def test_another_engine_s_clear_is_followed(tier, monkeypatch):
+    """A number that somebody else has raised is this engine's too, soon."""
+    monkeypatch.setattr(subject, "ASK_AGAIN_S", 0.02)
+    epoch = SharedEpoch(tier.read, tier.raise_by)
+    eventually(lambda: epoch.value == 7)
+    tier.value = 9
+    eventually(lambda: epoch.value == 9)
+    tier.up = False
+    tier.entered.clear()
+    assert tier.entered.wait(10)
+    assert epoch.value == 9, "a tier that does not answer takes nothing back"
+    epoch.close()
+
+
+def test_a_number_that_goes_back_is_put_right(tier, monkeypatch, caplog):
+    """An evicted key or an old snapshot does not bring back what was cleared."""
+    monkeypatch.setattr(subject, "ASK_AGAIN_S", 0.02)
+    epoch = SharedEpoch(tier.read, tier.raise_by)
+    eventually(lambda: epoch.value == 7)
+    tier.value = 0
+    eventually(lambda: tier.value == 7)
+    assert epoch.value == 7
+    assert caplog.text.count("went back from 7 to 0") == 1
+    monkeypatch.setattr(subject, "ASK_AGAIN_S", 60.0)
+    tier.value = 0
+    assert epoch.raise_epoch(10)
+    eventually(lambda: epoch.value == 8)
+    epoch.close()
 
 
 def test_engines_share_it_on_a_server_and_it_outlives_them():
