@@ -57,12 +57,14 @@ class Soak:
         options: what to run.
         listener: told of progress.
         stopped: set to end early, with a report.
+        record, script: what was found and asked, once `run` has begun.
     """
 
     options: SoakOptions
     listener: Listener
     stopped: threading.Event
     record: Record = field(init=False)
+    script: Script = field(init=False)
     _model: str = field(init=False, default="")
     _noise: Noise = field(init=False, default_factory=Noise)
     _facts: dict[str, Any] = field(init=False, default_factory=dict)
@@ -79,7 +81,7 @@ class Soak:
         self._model = options.model or self._default_model()
         max_tokens = min(model_context(self._model), options.context_tokens or MAX_CONTEXT_TOKENS)
         self._parties = Parties(options, self._model, max_tokens)
-        script = self._learn(max_tokens)
+        script = self.script = self._learn(max_tokens)
         if self.stopped.is_set():
             return self.record.finish(interrupted=True)
         self._soak(script)
@@ -165,7 +167,7 @@ class Soak:
         options, record = self.options, self.record
         self.listener.phase("vLLM's own prefix cache: starting")
         device_tokens = device_tokens_for(options, script.working_tokens, script.longest_tokens)
-        with opened(engine, self._parties.own_cache(device_tokens)):
+        with opened(engine, self._parties.own_cache(device_tokens, script.longest_tokens)):
             self.listener.phase("vLLM's own prefix cache")
             traffic = Traffic(
                 script,
@@ -218,7 +220,7 @@ class Soak:
     ) -> None:
         options, record = self.options, self.record
         device_tokens = device_tokens_for(options, script.working_tokens, script.longest_tokens)
-        arguments = self._parties.kvtier(device_tokens, settings)
+        arguments = self._parties.kvtier(device_tokens, script.longest_tokens, settings)
 
         def start() -> ChildEngine:
             engine = ChildEngine(str(options.report / "engine.log"))
@@ -255,11 +257,12 @@ class Soak:
             charge(record.mismatches, script, limit, None, None)
             return
         self.listener.phase("whose fault it is: asking again without kvtier")
+        longest = script.longest_tokens
         with self._child() as engine:
             charge(
                 record.mismatches,
                 script,
                 limit,
                 asks_sessions(engine, self._parties.without_cache(1)),
-                asks_sessions(engine, self._parties.own_cache(2 * script.longest_tokens + 1024)),
+                asks_sessions(engine, self._parties.own_cache(2 * longest + 1024, longest)),
             )

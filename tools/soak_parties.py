@@ -21,38 +21,45 @@ class Parties:
     Attributes:
         options: of the soak.
         model: folder or name.
-        max_model_tokens: of all of them.
+        max_model_tokens: of the oracle; the others take what the script needs.
     """
 
     options: SoakOptions
     model: str
     max_model_tokens: int
 
-    def _base(self, device_tokens: int) -> dict[str, Any]:
+    def _base(self, device_tokens: int, max_model_tokens: int) -> dict[str, Any]:
         return {
             "model": self.model,
             "dtype": self.options.dtype,
             "block_tokens": self.options.block_tokens,
             "device_tokens": device_tokens,
-            "max_model_tokens": self.max_model_tokens,
+            "max_model_tokens": max_model_tokens,
         }
 
     def without_cache(self, users: int) -> dict[str, Any]:
         """Return the options of the oracle's engine: every request is computed whole."""
         more = {**self.options.engine, "enable_prefix_caching": False}
-        return {**self._base(users * (self.max_model_tokens + 256)), "more": more}
+        most = self.max_model_tokens
+        return {**self._base(users * (most + 256), most), "more": more}
 
-    def own_cache(self, device_tokens: int) -> dict[str, Any]:
+    def own_cache(self, device_tokens: int, longest_tokens: int) -> dict[str, Any]:
         """Return the options of an engine with vLLM's prefix cache and nothing else."""
         return self._with_connector(
-            {**self._base(device_tokens), "more": dict(self.options.engine)},
+            {**self._base(device_tokens, longest_tokens), "more": dict(self.options.engine)},
             self.options.plain_connector,
         )
 
-    def kvtier(self, device_tokens: int, settings: dict[str, Any]) -> dict[str, Any]:
+    def kvtier(
+        self, device_tokens: int, longest_tokens: int, settings: dict[str, Any]
+    ) -> dict[str, Any]:
         """Return the options of the engine under test."""
         return self._with_connector(
-            {**self._base(device_tokens), "kvtier": settings, "more": dict(self.options.engine)},
+            {
+                **self._base(device_tokens, longest_tokens),
+                "kvtier": settings,
+                "more": dict(self.options.engine),
+            },
             self.options.connector,
         )
 

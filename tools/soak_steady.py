@@ -64,7 +64,7 @@ def judge_growth(name: str, points: Sequence[tuple[float, float]]) -> dict[str, 
     watched = [point for point in points if point[0] >= begin_s]
     if len(watched) < MIN_POINTS:
         return {"name": name, "verdict": "too_short", "samples": len(watched), "growth": 0.0,
-                "allowed": allowed.absolute, "slope_per_h": 0.0, "first": None,
+                "allowed": float(allowed.absolute), "slope_per_h": 0.0, "first": None,
                 "last": None, "watched_s": 0.0}  # fmt: skip
     window_s = watched[-1][0] - watched[0][0]
     slope = slope_per_s(watched)
@@ -80,11 +80,11 @@ def judge_growth(name: str, points: Sequence[tuple[float, float]]) -> dict[str, 
         "name": name,
         "verdict": "grows" if grows else "flat",
         "samples": len(watched),
-        "growth": round(growth, 3),
-        "allowed": limit,
-        "slope_per_h": round(slope * 3600, 3),
-        "first": first,
-        "last": last,
+        "growth": float(round(growth, 3)),
+        "allowed": float(limit),
+        "slope_per_h": float(round(slope * 3600, 3)),
+        "first": float(first),
+        "last": float(last),
         "watched_s": round(window_s, 1),
     }
 
@@ -114,8 +114,8 @@ def judge_cap(name: str, samples: Sequence[Mapping[str, float]], cap: float) -> 
     return {
         "name": name,
         "verdict": "over_cap" if most > cap * CAP_SLACK else "held",
-        "most": most,
-        "cap": cap,
+        "most": float(most),
+        "cap": float(cap),
     }
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
 import random
 import shutil
@@ -210,21 +211,28 @@ class StorageSoak:
 
     def _wait(self, ledger: Ledger, work: Work, life: Life, child: subprocess.Popen[str]) -> None:
         """Let it work for a random time; flip bits meanwhile, if that is asked for."""
-        left_s = self._options.duration_s - self.clock()
-        life_s = self._rng.uniform(*LIFE_S)
-        if life.number == 1:
-            life_s = max(life_s, LONG_LIFE_SHARE * self._options.duration_s)
-        end_s = self.clock() + (life_s if self._most_operations is not None else
-                                min(life_s, max(1.0, left_s)))  # fmt: skip
+        end_s, end_operations = self._life_span(ledger, life)
         flip_s = self.clock() + FLIPS_EVERY_S
         while self.clock() < end_s and child.poll() is None and not self._over(ledger):
             done = sum(ledger.operations().values())
+            if done >= end_operations:
+                break
             text = f"{done:,} operations, {len(self._lives)} lives"
             self._listener.progress(self.clock(), self._options.duration_s, text)
             if self._flip and work.redis is None and self.clock() >= flip_s:
                 flip_s = self.clock() + FLIPS_EVERY_S
                 life.flipped += self._flip_one(ledger)
             self._stopped.wait(0.05)
+
+    def _life_span(self, ledger: Ledger, life: Life) -> tuple[float, float]:
+        """Return when it ends: seconds of the clock, operations in all; whichever is first."""
+        if self._most_operations is not None:
+            part = self._most_operations * self._rng.uniform(0.2, 0.4)
+            return math.inf, sum(ledger.operations().values()) + part
+        life_s = self._rng.uniform(*LIFE_S)
+        if life.number == 1:
+            life_s = max(life_s, LONG_LIFE_SHARE * self._options.duration_s)
+        return min(self.clock() + life_s, self._options.duration_s), math.inf
 
     def _flip_one(self, ledger: Ledger) -> int:
         """Flip a bit of one record's file, the ledger told before."""

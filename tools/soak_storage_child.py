@@ -73,7 +73,7 @@ def open_tier(work: Work) -> Tier:
     from ..storage.redis import RedisTier
     from ..storage.redis_url import parse_redis_url
 
-    settings = parse_redis_url(work.redis, prefix="kvtier-soak")
+    settings = parse_redis_url(work.redis, prefix="kvtier-soak", connections=work.threads)
     return RedisTier(settings, NAMESPACE, 0)
 
 
@@ -119,7 +119,7 @@ class Worker:
     def _store(self, *, replace: bool) -> None:
         number = self._rng.choice(self._own)
         row = self._keys[number]
-        version = int(row[BEGUN]) + 1
+        version, before = int(row[BEGUN]) + 1, int(row[STATE])
         row[STATE] = UNKNOWN
         row[BEGUN] = version
         self._payloads.fill(self._view, number, version)
@@ -128,6 +128,10 @@ class Worker:
             row[ACKED] = version
             row[HURT] = 0
             row[STATE] = STORED
+            return
+        if replace or before == DELETED:
+            raise Wrong(f"key {number} was to be stored and is said to exist already")
+        row[STATE] = before
 
     def _get(self) -> None:
         number = self._rng.randrange(self._work.n_keys)

@@ -10,12 +10,10 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 import numpy as np
+from soak_connectors_names import FLIPPED_START, MARK  # its folder is on the child's path
 from vllm.distributed.kv_transfer.kv_connector.v1 import base
 
 from kvtier.connector.connector import KVTierConnector
-
-MARK = 250  # prompts whose token here is even belong to sessions that the engine damages
-FLIPPED_START = 256  # the chunk that begins here has its bit flipped
 
 
 @dataclass
