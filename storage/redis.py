@@ -35,6 +35,7 @@ from .redis_record import Place, StripeGoneError, read_record, write_record
 from .redis_scan import head_names, heads_of, unlink_all
 from .redis_servers import Servers
 from .redis_wire import MigratingError, MovedError, ServerError, command, raise_error
+from .throttle import Throttle
 from .tier import PutResult, RecordInfo, Tier, TierCapabilities, TierChanges, TierStat
 
 if TYPE_CHECKING:
@@ -51,6 +52,7 @@ _HOPS = 3
 _TRIES = 8  # of a record that is replaced again and again while it is read
 _BATCH_KEYS = 256
 _DESCRIBE_EVERY_S = 3600.0
+_TOUCH_SHARE = 0.1  # of the time to live, before a record is given it anew
 
 
 class RedisTier(Tier):
@@ -114,6 +116,7 @@ class RedisTier(Tier):
         self._changed: dict[bytes, bool] = {}
         self._records = self._stored_bytes = 0
         self._described_s = float("-inf")
+        self._renewals = Throttle((settings.ttl_s or 0.0) * _TOUCH_SHARE, clock)
         self._expire_xx = True  # until the server says that it does not know it
 
     def __repr__(self) -> str:
@@ -208,18 +211,19 @@ class RedisTier(Tier):
     def touch(self, keys: Iterable[bytes]) -> None:
         """Give records their whole time to live again; best effort, nothing without one.
 
+        A record that was given it within the last tenth of that time is passed over.
         What has no time to live (it is pinned) gets none, where the server knows ``XX``.
         """
         ttl_s = self.settings.ttl_s
         if ttl_s is None:
             return
+        due = self._renewals.due(keys)
         try:
-            if self._expire(keys, ttl_s, only_living=self._expire_xx):
-                return
-            self._expire_xx = False  # a server before Redis 7
-            self._expire(keys, ttl_s, only_living=False)
+            if not self._expire(due, ttl_s, only_living=self._expire_xx):
+                self._expire_xx = False  # a server before Redis 7
+                self._expire(due, ttl_s, only_living=False)
         except TierError:
-            return  # the next use tries again
+            self._renewals.forget(due)  # the next use tries again
 
     def persist(self, keys: Iterable[bytes]) -> int:
         """Take the time to live off records; return how many are there.

@@ -648,6 +648,26 @@ def test_time_to_live(server, client):
     tier.close()
 
 
+def test_a_record_is_not_renewed_with_every_use(server, client):
+    """A use within a tenth of the time to live costs no command; the next one after it does."""
+    now_s = [1000.0]
+    settings = settings_of(server.url, ttl="100s")
+    tier = RedisTier(settings, NAMESPACE, 0, clock=lambda: now_s[0])
+    for number in (1, 2):
+        tier.put(spec_of(number), payload_of(number))
+    tier.touch([key_of(1)])
+    calls = client.info("commandstats")["cmdstat_expire"]["calls"]
+    now_s[0] += 9.0
+    tier.touch([key_of(1)])
+    assert client.info("commandstats")["cmdstat_expire"]["calls"] == calls
+    tier.touch([key_of(1), key_of(2)])
+    per_record = client.info("commandstats")["cmdstat_expire"]["calls"] - calls
+    now_s[0] += 1.0
+    tier.touch([key_of(1), key_of(2)])
+    assert client.info("commandstats")["cmdstat_expire"]["calls"] - calls == 2 * per_record
+    tier.close()
+
+
 def test_one_round_trip_for_a_lookup(server, client, tier):
     """Hundreds of keys are asked for in one write and one wait."""
     tier.put(spec_of(799), payload_of(799))
