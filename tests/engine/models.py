@@ -119,6 +119,19 @@ QWEN3_NEXT = TinyModel(
     shows_damage_in_tokens=False,
 )
 
+QWEN3_NEXT_DEEP = TinyModel(  # as published ones: three recurrent groups, several layers each
+    "tiny-qwen3-next-deep",
+    QWEN3_NEXT.config_class,
+    {
+        **QWEN3_NEXT.config,
+        "num_hidden_layers": 8,
+        "layer_types": [*["linear_attention"] * 3, "full_attention"] * 2,
+    },
+    dtype="bfloat16",
+    groups=4,
+    shows_damage_in_tokens=False,
+)
+
 LLAMA4 = TinyModel(
     "tiny-llama4",
     "Llama4TextConfig",
