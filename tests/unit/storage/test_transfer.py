@@ -422,6 +422,23 @@ def test_old_tiers_are_closed(bench):
     until(lambda: bench.tier.closed)
 
 
+def test_old_tiers_that_close_after_the_pages_are_gone(benches):
+    """A shutdown right after a reset: what waited for the old tier is told, the tier closed."""
+    bench = benches(save_threads=1)
+    bench.tier.gates["put"].shut()
+    jobs = [bench.save(save_chunk(n, [5], [10 + n])) for n in range(3)]
+    bench.tier.gates["put"].wait_came(1)
+    for job in jobs:
+        bench.wait(job, SaveCopied)
+    link = bench.transfer.links["disk"]
+    bench.arena.close()
+    link.close(0.0)
+    assert [bench.wait(job, SaveRetired).written for job in jobs[1:]] == [(), ()]
+    assert bench.tier.closed
+    bench.tier.gates["put"].open()
+    bench.wait(jobs[0], SaveRetired)
+
+
 # -- news ------------------------------------------------------------------------------
 
 
