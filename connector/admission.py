@@ -8,8 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from ..storage.catalog import RAM, Catalog, RamState
+from ..storage.catalog import RAM, Catalog
 from ..storage.counts import Counts
+from ..storage.entry import RamState
 from .audit import Auditor
 from .gate import Gate
 from .geometry import Geometry, GroupKind

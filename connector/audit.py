@@ -19,8 +19,9 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from ..storage.catalog import RAM, Catalog, Entry
+from ..storage.catalog import RAM, Catalog
 from ..storage.counts import Counts
+from ..storage.entry import Entry
 from ..storage.jobs import AuditDone, AuditJob, ChunkStatus, LayerDifference
 from ..storage.key import key_name
 from .geometry import Geometry, GroupKind

@@ -11,7 +11,8 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from ..storage.catalog import Catalog, Entry
+from ..storage.catalog import Catalog
+from ..storage.entry import Entry
 from ..storage.jobs import (
     AuditCopied,
     AuditDone,

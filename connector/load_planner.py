@@ -12,7 +12,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from ..storage.catalog import RAM, Catalog, Entry
+from ..storage.catalog import RAM, Catalog
+from ..storage.entry import Entry
 from ..storage.jobs import LoadChunk, LoadJob
 from .geometry import Geometry
 from .ledger import Ledger

@@ -29,7 +29,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum
 
-from ..storage.catalog import Catalog, RamState
+from ..storage.catalog import Catalog
+from ..storage.entry import RamState
 from .geometry import Geometry, GroupGeometry, GroupKind
 from .token_database import ChunkedTokenDatabase
 

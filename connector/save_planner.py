@@ -20,8 +20,9 @@ from typing import Any
 
 import numpy as np
 
-from ..storage.catalog import Catalog, Entry, RamState
+from ..storage.catalog import Catalog
 from ..storage.counts import Counts
+from ..storage.entry import Entry, RamState
 from ..storage.jobs import SaveChunk, SaveJob
 from .geometry import Geometry, GroupGeometry, GroupKind
 from .ledger import Ledger

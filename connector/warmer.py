@@ -16,8 +16,9 @@ from queue import Empty, Queue
 
 import numpy as np
 
-from ..storage.catalog import Catalog, Entry, RamState
+from ..storage.catalog import Catalog
 from ..storage.counts import Counts
+from ..storage.entry import Entry, RamState
 from ..storage.jobs import LoadChunk, LoadJob
 from .geometry import Geometry
 from .ledger import Ledger

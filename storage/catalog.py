@@ -13,59 +13,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from collections.abc import Set as AbstractSet
-from dataclasses import dataclass, field
-from enum import Enum
-
-import numpy as np
-import numpy.typing as npt
+from dataclasses import dataclass
 
 from .ages import Ages
-
-PageIds = npt.NDArray[np.int64]
+from .entry import Entry, FreePages, PageIds, RamState
 
 RAM = "ram"
 
 _AGE_STEP = 1 << 32  # more than any prefix has tokens
-
-
-class RamState(Enum):
-    """What an entry's RAM pages hold."""
-
-    ABSENT = 0
-    FILLING = 1  # pages reserved, bytes on their way
-    READY = 2
-
-
-@dataclass(slots=True, eq=False)
-class Entry:
-    """One chunk: key, size and where it is.
-
-    Attributes:
-        key: chunk key.
-        n_blocks: blocks stored, which is also the number of RAM pages.
-        ram: state of the RAM copy.
-        pages: RAM page ids (n_blocks,) int64 while not ABSENT.
-        masks: for each lower tier, a bit for every rank that holds its record.
-        pins: jobs that use the RAM pages now.
-        writes: jobs that write this chunk to a lower tier now.
-        loads: jobs that fill the pages from a lower tier, while a request waits for them.
-        span: token range [start, end), where a save has told it.
-        used: age of the last use; larger is younger.
-        dead: dropped from the catalog; pages go back with the last pin.
-    """
-
-    key: bytes
-    n_blocks: int = 0
-    ram: RamState = RamState.ABSENT
-    pages: PageIds | None = None
-    masks: list[int] = field(default_factory=list)
-    pins: int = 0
-    writes: int = 0
-    loads: int = 0
-    span: tuple[int, int] | None = None
-    used: int = 0
-    uses: int = 0
-    dead: bool = False
 
 
 @dataclass(slots=True)
@@ -105,9 +60,7 @@ class Catalog:
         self._all_ranks = (1 << n_holders) - 1
         self._entries: dict[bytes, Entry] = {}
         self._followed: dict[int, set[bytes]] = {}
-        self._free: list[int] = []
-        self._first_page = first_page
-        self._end_page = first_page
+        self._free = FreePages(first_page)
         # READY and unpinned; apart, because a load may only push out what a lower
         # tier still holds.
         self._spare = Ages[Entry]()
@@ -122,14 +75,12 @@ class Catalog:
 
     def add_pages(self, end_page: int) -> None:
         """Make all pages below ``end_page`` usable (the arena has grown so far)."""
-        if end_page > self._end_page:
-            self._free.extend(range(end_page - 1, self._end_page - 1, -1))
-            self._end_page = end_page
+        self._free.grow(end_page)
 
     @property
     def n_pages(self) -> int:
         """Usable RAM pages."""
-        return self._end_page - self._first_page
+        return len(self._free.all_pages)
 
     @property
     def free_pages(self) -> int:
@@ -302,10 +253,7 @@ class Catalog:
             return None
         while len(self._free) < n_pages:
             self._evict_one(may_lose=may_lose)
-        taken = self._free[-n_pages:]
-        del self._free[-n_pages:]
-        taken.reverse()
-        return np.array(taken, dtype=np.int64)
+        return self._free.take(n_pages)
 
     def _evict_one(self, *, may_lose: bool) -> None:
         spare = self._spare.oldest()
@@ -326,7 +274,7 @@ class Catalog:
         self._leave_lru(entry)
         if entry.ram is RamState.READY:
             self._ram_chunks -= 1
-        self._free.extend(entry.pages.tolist()[::-1])
+        self._free.give(entry.pages)
         self._orphans.pop(entry, None)
         entry.pages = None
         entry.ram = RamState.ABSENT
@@ -448,35 +396,3 @@ class Catalog:
             held += entry.pins > 0
             self.drop(key)
         return held
-
-    def check(self) -> None:
-        """Assert every invariant (tests; walks everything)."""
-        ready = [e for e in self._entries.values() if e.ram is RamState.READY]
-        assert self._ram_chunks == len(ready)
-        pages: list[int] = list(self._free)
-        for entry in self._entries.values():
-            assert not entry.dead
-            assert (entry.pages is None) == (entry.ram is RamState.ABSENT)
-            assert entry.pages is None or len(entry.pages) == entry.n_blocks
-            assert entry.pins == 0 or entry.pages is not None
-            in_lru = (entry in self._spare) + (entry in self._only)
-            assert in_lru == int(entry.ram is RamState.READY and entry.pins == 0)
-            if entry.pages is not None:
-                pages.extend(entry.pages.tolist())
-        for entry in self._orphans:
-            assert entry.dead
-            assert entry.pins > 0
-            assert entry.pages is not None
-            pages.extend(entry.pages.tolist())
-        for group_id, hashes in self._followed.items():
-            assert hashes == {key[:-1] for key in self._entries if key[-1] == group_id}
-        # Every page is in exactly one place.
-        assert sorted(pages) == list(range(self._first_page, self._end_page))
-        spare = [e for e in self._entries.values() if e in self._spare]
-        only = [e for e in self._entries.values() if e in self._only]
-        assert (len(spare), len(only)) == (len(self._spare), len(self._only))
-        assert self._spare.pages == sum(e.n_blocks for e in spare)
-        assert self._only.pages == sum(e.n_blocks for e in only)
-        for i in range(len(self.tiers)):
-            n = sum(e.masks[i] == self._all_ranks for e in self._entries.values())
-            assert n == self._on_tier[i]

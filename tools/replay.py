@@ -14,7 +14,8 @@ from itertools import groupby, islice
 import numpy as np
 
 from ..connector.gate import Gate
-from ..storage.catalog import RAM, Entry
+from ..storage.catalog import RAM
+from ..storage.entry import Entry
 from .replay_chunks import ATTENTION, STATE, Chain, ChunkedTrace, hit_limit_blocks, key_of
 from .replay_results import Result, Setup
 from .replay_saves import Saver

@@ -5,7 +5,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from dataclasses import dataclass
 
-from ..storage.catalog import RamState
+from ..storage.entry import RamState
 from .replay_chunks import ATTENTION, STATE, Chain, ChunkedTrace, hit_limit_blocks, key_of
 from .replay_tiers import SimulatedTiers
 from .traces import Request

@@ -13,9 +13,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ..connector.save_planner import MAX_SEEN, WRITE_BACK_CHUNKS, WRITE_BACK_SHARE
-from ..storage.catalog import Catalog, Entry, RamState
+from ..storage.catalog import Catalog
 from ..storage.disk_index import Index
 from ..storage.disk_layout import TOKEN_AGE_S
+from ..storage.entry import Entry, RamState
 from ..storage.record import DISK_HEADER_BYTES
 
 DISK = "disk"

@@ -7,6 +7,7 @@ from collections import Counter
 from dataclasses import dataclass, replace
 from typing import Any
 
+from ..storage.catalog_check import check_catalog
 from ..storage.key import key_name
 from .engine import Engine, EngineError, EngineOptions
 from .soak_types import TOP_LOGPROBS, Ask, ChunkUse, Reply
@@ -202,7 +203,7 @@ class SoakEngine(Engine):
             if half.catalog.pinned_pages:
                 held.append(f"{half.catalog.pinned_pages} RAM pages are pinned by no job")
             try:
-                half.catalog.check()
+                check_catalog(half.catalog)
             except AssertionError as error:
                 held.append(f"the catalog contradicts itself: {error}")
         return held

@@ -18,6 +18,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from kvtier.storage.catalog_check import check_catalog
+
 BLOCK_TOKENS = 32
 CHUNK_TOKENS = 256
 TOP = 3  # logprobs compared at each position
@@ -269,7 +271,7 @@ class Engine:
         assert self.free_blocks == self.free_at_start
         assert not self.scheduler.requests
         if self.half is not None:
-            self.half.catalog.check()
+            check_catalog(self.half.catalog)
             assert self.half.catalog.pinned_pages == 0
             assert not self.half._trackers  # nothing is kept of requests that are gone
 

@@ -25,6 +25,7 @@ from kvtier.storage import device as device_module
 from kvtier.storage import link as link_module
 from kvtier.storage import transfer as transfer_module
 from kvtier.storage.catalog import Catalog
+from kvtier.storage.catalog_check import check_catalog
 from kvtier.storage.jobs import LoadDone, LoadRetired, SaveCopied, SaveRetired
 from kvtier.storage.link import LinkLimits
 from kvtier.storage.ram import Arena
@@ -440,7 +441,7 @@ class World:
 
     def check(self):
         catalog, engine = self.half.catalog, self.engine
-        catalog.check()
+        check_catalog(catalog)
         held: Counter = Counter()
         for request in engine.requests.values():
             for row in request.table:

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from kvtier.storage.catalog import Catalog
+from kvtier.storage.catalog_check import check_catalog
 
 TIERS = ("disk", "redis")
 KEYS = [bytes([n]) * 9 for n in range(5)]
@@ -229,7 +230,7 @@ class CatalogMachine(RuleBasedStateMachine):
     @invariant()
     def agrees(self):
         catalog = self.catalog
-        catalog.check()
+        check_catalog(catalog)
         assert {k: catalog.source(k) for k in KEYS} == {k: self._source(k) for k in KEYS}
         assert len(catalog) == len(self.chunks)
         assert catalog.free_pages == self.n_pages - self._used_pages()

@@ -11,6 +11,7 @@ from kvtier.connector.save_planner import WritePolicy
 from kvtier.connector.scheduler import SchedulerHalf
 from kvtier.connector.tracker import SchedulerOptions
 from kvtier.storage.catalog import Catalog
+from kvtier.storage.catalog_check import check_catalog
 from kvtier.storage.jobs import (
     ChunkStatus,
     LoadDone,
@@ -189,5 +190,5 @@ class Half:
 
     def at_rest(self):
         """Whether nothing is held any more."""
-        self.catalog.check()
+        check_catalog(self.catalog)
         return not self.half.pending() and not self.pool.pinned and self.catalog.pinned_pages == 0

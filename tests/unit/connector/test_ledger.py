@@ -7,6 +7,7 @@ import pytest
 
 from kvtier.connector.ledger import Ledger
 from kvtier.storage.catalog import RAM, Catalog
+from kvtier.storage.catalog_check import check_catalog
 from kvtier.storage.jobs import (
     ChunkStatus,
     LoadChunk,
@@ -93,7 +94,7 @@ def test_save(ledger, catalog, pool, n_ranks):
     assert not ledger.outstanding
     assert catalog.pinned_pages == 0
     assert catalog.resident() == {RAM: 2, "disk": 1}
-    catalog.check()
+    check_catalog(catalog)
 
 
 def test_save_that_fails_on_the_last_rank(ledger, catalog, pool, n_ranks):
@@ -108,7 +109,7 @@ def test_save_that_fails_on_the_last_rank(ledger, catalog, pool, n_ranks):
     assert catalog.source(key(2)) is None
     assert pool.pinned == []
     assert catalog.pinned_pages == 0
-    catalog.check()
+    check_catalog(catalog)
 
 
 def test_save_of_a_chunk_that_was_dropped_meanwhile(ledger, catalog, pool, n_ranks):
@@ -122,7 +123,7 @@ def test_save_of_a_chunk_that_was_dropped_meanwhile(ledger, catalog, pool, n_ran
     assert len(catalog) == 0
     assert catalog.free_pages == 20
     assert pool.pinned == []
-    catalog.check()
+    check_catalog(catalog)
 
 
 def open_load(ledger, catalog, n_ranks):
@@ -162,7 +163,7 @@ def test_load(ledger, catalog, n_ranks):
     assert catalog.source(key(3)) == "disk"
     assert catalog.pinned_pages == 0
     assert not ledger.outstanding
-    catalog.check()
+    check_catalog(catalog)
 
 
 def test_load_that_fails_on_one_rank(ledger, catalog, n_ranks):
@@ -177,7 +178,7 @@ def test_load_that_fails_on_one_rank(ledger, catalog, n_ranks):
     assert outcome.statuses == (OK, MISSING, OK)
     assert catalog.source(key(2)) == "disk"
     assert catalog.pinned_pages == 0
-    catalog.check()
+    check_catalog(catalog)
 
 
 def test_retired_before_another_rank_is_done(ledger, catalog, n_ranks):

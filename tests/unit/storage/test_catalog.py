@@ -5,7 +5,9 @@ from __future__ import annotations
 import pytest
 
 from kvtier.storage.ages import Ages
-from kvtier.storage.catalog import RAM, Catalog, RamState
+from kvtier.storage.catalog import RAM, Catalog
+from kvtier.storage.catalog_check import check_catalog
+from kvtier.storage.entry import RamState
 
 
 def key(n, group=0):
@@ -14,7 +16,7 @@ def key(n, group=0):
 
 def catalog_of(n_pages, **options):
     catalog = Catalog(("disk",), **options)
-    catalog.add_pages(catalog._first_page + n_pages)
+    catalog.add_pages(catalog._free.all_pages.start + n_pages)
     return catalog
 
 
@@ -120,11 +122,11 @@ def test_forgotten_while_pinned(forget):
         catalog.drop(key(1))
     else:
         assert catalog.clear() == 1
-    catalog.check()
+    check_catalog(catalog)
     assert catalog.source(key(1)) is None
     assert catalog.free_pages == 1
     catalog.unpin(entry)
-    catalog.check()
+    check_catalog(catalog)
     assert catalog.free_pages == 2
 
 
@@ -137,11 +139,11 @@ def test_forgotten_and_stored_again_before_the_old_job_ends():
     catalog.clear()
     store(catalog, key(1))
     catalog.unpin(old)
-    catalog.check()
+    check_catalog(catalog)
     assert catalog.source(key(1)) == RAM
     entries = [catalog.begin_save(key(n), 1) for n in (2, 3)]
     assert None not in entries
-    catalog.check()
+    check_catalog(catalog)
 
 
 def test_forgotten_while_filling_is_never_ready():
@@ -154,7 +156,7 @@ def test_forgotten_while_filling_is_never_ready():
     assert catalog.source(key(1)) is None
     assert entry.ram is RamState.ABSENT
     assert len(catalog) == 0
-    catalog.check()
+    check_catalog(catalog)
 
 
 def test_a_chunk_counts_when_every_rank_has_it():
@@ -191,7 +193,7 @@ def test_staging_only():
     assert catalog.free_pages == 1
     catalog.tier_added("disk", key(1), 0)
     assert catalog.begin_promote(key(1), 1) is None
-    catalog.check()
+    check_catalog(catalog)
 
 
 def test_a_tier_that_starts_anew():
