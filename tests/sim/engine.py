@@ -3,7 +3,8 @@
 Only the rules that the connector's contract names: prefix cache of the device by
 block hash, one pool for all groups, window blocks given back, chunked prefill,
 preemption, loads that hold a request, abort in every state, streaming sessions,
-recurrent states that are handed over at block boundaries.
+recurrent states that are handed over at block boundaries, and with a matching unit
+below the block inside them too (`partial`), where hits are copied before they are written.
 """
 
 from __future__ import annotations
@@ -15,6 +16,8 @@ from enum import Enum
 from types import SimpleNamespace
 
 from kvtier.connector.geometry import GroupKind
+
+from .partial import PartialTails
 
 MASK = (1 << 64) - 1
 
@@ -32,6 +35,7 @@ class Block:
     def __init__(self, block_id):
         self.block_id, self.ref_cnt, self.block_hash = block_id, 0, None
         self.is_null = block_id == 0
+        self.tails = []  # names under which a part of it is cached
 
 
 class Pool:
@@ -42,6 +46,7 @@ class Pool:
         self.blocks[0].ref_cnt = 1
         self.free = OrderedDict((b.block_id, b) for b in self.blocks[1:])
         self.cached = {}
+        self.tails = {}  # (group, hash inside a block) -> block with all up to there
 
     def touch(self, blocks):
         for block in blocks:
@@ -71,11 +76,19 @@ class Pool:
         if block.block_hash is not None and self.cached.get(block.block_hash) is block:
             del self.cached[block.block_hash]
         block.block_hash = None
+        for name in block.tails:
+            if self.tails.get(name) is block:
+                del self.tails[name]
+        block.tails = []
 
     def cache(self, block, name):
         if block.block_hash is None:
             block.block_hash = name
             self.cached.setdefault(name, block)
+
+    def cache_tail(self, block, name):
+        if self.tails.setdefault(name, block) is block:
+            block.tails.append(name)
 
     def forget_all(self):
         for block in self.blocks[1:]:
@@ -98,6 +111,7 @@ class Request:
     block_hashes: list[bytes] = field(default_factory=list)
     chain: list[int] = field(default_factory=list)  # one number a token: its whole prefix
     failed: int = 0
+    snapshot_at: int = 0  # where its state was last copied aside
 
     def __post_init__(self):
         self.num_prompt_tokens = len(self.tokens)
@@ -134,7 +148,7 @@ class Request:
         self.turns -= 1
 
 
-class Scheduler:
+class Scheduler(PartialTails):
     """One engine; `half` is the subject's scheduler half."""
 
     def __init__(self, geometry, half, rng, budget):
@@ -146,6 +160,8 @@ class Scheduler:
         self.received: set[str] = set()
         self.loading: dict[int, str] = {}  # device block -> request that it is loaded for
         self.fresh: list[Block] = []
+        self.copies: list[tuple[Block, Block]] = []  # of this step, before its forward
+        self.held: list[Block] = []  # until this step's plan is made
         self.half.bind_block_pool(self.pool)
 
     # -- requests ------------------------------------------------------------
@@ -176,6 +192,7 @@ class Scheduler:
     def _finish(self, request):
         request.status = Status.FINISHED_STOPPED
         self._leave(request)
+        self._offer_at_finish(request)
         self.half.finished(request, self._ids(request))
         self._free(request)
         del self.requests[request.request_id]
@@ -223,21 +240,31 @@ class Scheduler:
                 return tokens, rows
         return 0, None
 
-    def _allocate(self, request, rows, computed, total, local=0):
-        """Extend the table to ``total`` tokens; False (and nothing changed) without room."""
-        reused = [b for row in rows or () for b in row if not b.is_null]
+    def _allocate(self, request, rows, computed, total, tails=None):
+        """Extend the table to ``total`` tokens; False (and nothing changed) without room.
+
+        Args:
+            tails: for each group the cached block that is copied into the first new one.
+        """
+        tails = tails or {}
+        reused = [b for row in rows or () for b in row if not b.is_null] + list(tails.values())
         table = [list(row) for row in (rows or request.table)] or [[] for _ in self.geometry.groups]
         need = []
         for group, row in zip(self.geometry.groups, table, strict=True):
+            if group.group_id in tails:
+                row.append(None)
             end, first = -(-total // group.block_tokens), group.first_needed_block(computed)
             nulls = max(0, min(first, end) - len(row))
             if group.kind is GroupKind.RECURRENT:  # one state, of the step's last token
                 nulls = max(0, end - 1 - len(row))
             need.append((nulls, max(0, end - len(row) - nulls)))
         idle = len({b.block_id for b in reused if b.ref_cnt == 0})
-        if sum(n for _, n in need) > len(self.pool.free) - idle:
+        if len(tails) + sum(n for _, n in need) > len(self.pool.free) - idle:
             return False
         self.pool.touch(reused)
+        self.held += tails.values()
+        for group_id, source in tails.items():
+            table[group_id][-1] = self._copy_of(source)
         for row, (nulls, n) in zip(table, need, strict=True):
             new = self.pool.take(n)
             self.fresh += new
@@ -268,11 +295,12 @@ class Scheduler:
     def schedule(self):
         """Decide; returns what vLLM's `SchedulerOutput` tells a connector."""
         self.fresh, scheduled, budget, preempted = [], {}, self.budget, False
+        self.copies = []
         for request in list(self.running):
             if request not in self.running or budget <= 0:
                 continue
             n = min(request.num_tokens - request.num_computed_tokens, budget)
-            n = self._to_boundary(request.num_computed_tokens, n)
+            n = self._to_boundary(request, request.num_computed_tokens, n)
             total = request.num_computed_tokens + n
             self._drop_window(request)
             while not self._allocate(request, None, request.num_computed_tokens, total):
@@ -301,22 +329,28 @@ class Scheduler:
                 budget -= n
         if not scheduled:
             self._break_deadlock()
+        offers = self._hand_overs(scheduled)
         tables = {r: self._all_ids(self.requests[r]) for r in scheduled}
         return SimpleNamespace(
             num_scheduled_tokens=scheduled,
             total_num_scheduled_tokens=sum(scheduled.values()),
             kv_connector_block_state=SimpleNamespace(
-                get_block_ids=tables.get, boundary_state_offloads=self._hand_overs(scheduled)
+                get_block_ids=tables.get, boundary_state_offloads=offers
             ),
+            copies=self.copies,
         )
 
-    def _to_boundary(self, computed, n):
-        """Cut a step that crosses boundaries of recurrent blocks to end at the last of them."""
+    def _to_boundary(self, request, computed, n):
+        """Cut a step that crosses boundaries of recurrent blocks to end at the last of them.
+
+        Or at the prompt's last hash, if that is inside a block and hits may end there.
+        """
         for group in self.geometry.groups:
             if group.kind is GroupKind.RECURRENT:
                 end = (computed + n) // group.block_tokens * group.block_tokens
                 n = end - computed if end > computed else n
-        return n
+        inside = self._tail_of(request)
+        return inside - computed if computed < inside < computed + n else n
 
     def _hand_overs(self, scheduled):
         """States that are exact at a boundary once this step's forward has run."""
@@ -329,7 +363,8 @@ class Scheduler:
                 if group.kind is GroupKind.RECURRENT and at_boundary and self.rng.random() < 0.8:
                     block = row[end // group.block_tokens - 1].block_id
                     offers.setdefault(request_id, []).append((group.group_id, block, end))
-        return offers
+            offers.setdefault(request_id, []).extend(self._snapshot(request))
+        return {request_id: states for request_id, states in offers.items() if states}
 
     def _break_deadlock(self):
         """Nothing runs: of those that wait with blocks, the last gives them up (vLLM reserves)."""
@@ -360,20 +395,25 @@ class Scheduler:
                 return 0
             self.received.remove(request.request_id)
             self._promote(request)
-        rows, external, local = None, 0, 0
+        rows, external, local, tails = None, 0, 0, {}
         if request.num_computed_tokens == 0:
-            local, rows = self._local_hit(request)
-            external, asynchronous = self.half.lookup(request, local)
+            local, rows, tails, floor, floor_rows = self._longest_local_hit(request)
+            external, asynchronous = self.half.lookup(request, floor)
             if external is None:
                 return 0
+            if tails and external and floor + external > local:
+                local, rows, tails = floor, floor_rows, {}
+            elif tails and external:
+                external = 0  # the device's own hit is as long
+                asynchronous = False
             assert asynchronous == (external > 0)
             assert not (external and request.skip_reading_prefix_cache)
             assert local + external < request.num_tokens
             assert (local + external) % self.geometry.hit_alignment_tokens == 0
         computed = request.num_computed_tokens or local + external
-        n = self._to_boundary(computed, min(request.num_tokens - computed, budget))
+        n = self._to_boundary(request, computed, min(request.num_tokens - computed, budget))
         total = computed if external else computed + n
-        if not self._allocate(request, rows, computed, total, local):
+        if not self._allocate(request, rows, computed, total, tails):
             return None
         blocks = SimpleNamespace(blocks=tuple(tuple(row) for row in request.table))
         request.num_computed_tokens = computed
@@ -400,6 +440,8 @@ class Scheduler:
         self._cache(request, request.num_computed_tokens)
 
     def advance(self, output):
+        self.pool.free_blocks(self.held)
+        self.held = []
         for request_id, n in output.num_scheduled_tokens.items():
             self.requests[request_id].num_computed_tokens += n
 

@@ -55,24 +55,30 @@ class SimStaging(Staging):
 def random_geometry(rng):
     full = rng.choice([8, 16])
     groups = [(GroupKind.FULL, full, None)]
+    choice = [
+        GroupKind.SLIDING_WINDOW,
+        GroupKind.CHUNKED_LOCAL,
+        GroupKind.FULL,
+        GroupKind.RECURRENT,
+    ]
+    if rng.random() < 0.25:
+        groups.append((GroupKind.RECURRENT, rng.choice([8, 16]), None))
+        choice = [GroupKind.FULL, GroupKind.RECURRENT]
     for _ in range(rng.randrange(3)):
-        kind = rng.choice(
-            [
-                GroupKind.SLIDING_WINDOW,
-                GroupKind.CHUNKED_LOCAL,
-                GroupKind.FULL,
-                GroupKind.RECURRENT,
-            ]
-        )
+        kind = rng.choice(choice)
         size = rng.choice([8, 16])
         windowed = kind in {GroupKind.SLIDING_WINDOW, GroupKind.CHUNKED_LOCAL}
         groups.append((kind, size, rng.choice([16, 24, 33, 48, 64]) if windowed else None))
     rng.shuffle(groups)
     blocks = [size for _, size, _ in groups]
+    kinds = {kind for kind, _, _ in groups}
+    # vLLM matches inside blocks only where every group can, and one is recurrent.
+    fine = kinds == {GroupKind.FULL, GroupKind.RECURRENT} and rng.random() < 0.7
+    unit = rng.choice([2, 4]) if fine else min(blocks)
     return Geometry(
         groups=tuple(GroupGeometry(i, k, size, w, ()) for i, (k, size, w) in enumerate(groups)),
-        hash_block_tokens=min(blocks),
-        hit_alignment_tokens=max(blocks),
+        hash_block_tokens=unit,
+        hit_alignment_tokens=unit if fine else max(blocks),
         scheduler_block_tokens=max(blocks),
         chunk_tokens=rng.choice([32, 64]),
         num_blocks=10 + int(rng.uniform(1.05, 1.7) * sum(-(-LONGEST // size) for size in blocks)),
@@ -291,6 +297,7 @@ class World:
         output = self.engine.schedule()
         for device in self.devices:
             device.poison(self.engine.fresh)
+            self._copy_blocks(device, output.copies)
         plan = self.half.build_plan(output)
         for job in plan.saves:
             self._note_opened(job.job_id, "save")
@@ -333,6 +340,14 @@ class World:
         self.engine.results(broken, everywhere, reports)
         self.engine.sample(output, lambda: self.rng.randrange(1000))
         self.check()
+
+    def _copy_blocks(self, device, copies):
+        """Copy before anything is written; no load may be on its way into either block."""
+        for source, copy in copies:
+            for block in (source, copy):
+                assert block.block_id not in self.engine.loading, "a copy meets a load"
+            device.memory[copy.block_id] = device.memory[source.block_id]
+            self.stats["copied_blocks"] += 1
 
     _arrived: Counter
     _broken: set
@@ -433,6 +448,8 @@ class World:
             request = self.engine.requests[request_id]
             if request.status is Status.WAITING_FOR_REMOTE_KVS:
                 self.stats["restored"] += 1
+                inside = request.num_computed_tokens % self.geometry.scheduler_block_tokens
+                self.stats["restored_inside"] += inside > 0
                 for device in self.devices:
                     tokens = request.num_computed_tokens
                     self._verify(device, request, tokens, "a load brought wrong bytes")
