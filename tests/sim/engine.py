@@ -243,8 +243,7 @@ class Scheduler(PartialTails):
     def _allocate(self, request, rows, computed, total, tails=None):
         """Extend the table to ``total`` tokens; False (and nothing changed) without room.
 
-        Args:
-            tails: for each group the cached block that is copied into the first new one.
+        With ``tails`` each group's first new block is a copy of a cached one.
         """
         tails = tails or {}
         reused = [b for row in rows or () for b in row if not b.is_null] + list(tails.values())
