@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from ..storage.device import Pages
+from ..storage.device import COPY_TIMEOUT_S, Pages
 from ..storage.jobs import (
     AuditCopied,
     AuditDone,
@@ -31,7 +31,6 @@ from ..storage.jobs import (
 from ..storage.lanes import Lane
 from ..storage.link import TierLink
 from ..storage.tier import RecordSpec
-from ..storage.transfer import COPY_TIMEOUT_S
 from .audit_compare import Layer, compare
 from .mover import Mover
 

@@ -9,6 +9,8 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
+COPY_TIMEOUT_S = 120.0  # a copy that takes longer has failed
+
 Ids = npt.NDArray[np.int64]
 
 

@@ -15,41 +15,33 @@ Guarantees:
 
 from __future__ import annotations
 
-import logging
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
-import numpy as np
-
 from .counts import Counts
-from .device import BlockMover, CopyTicket, Ids, Pages, wait_fenced
-from .errors import KVTierError
+from .device import BlockMover, Pages
 from .jobs import (
     ChunkStatus,
     Event,
-    LoadChunk,
     LoadDone,
     LoadJob,
-    SaveChunk,
     SaveJob,
     TierNews,
 )
 from .lanes import Lane
 from .link import LinkLimits, TierLink
-from .loading import LoadState, Need
+from .load_runner import LoadRunner
+from .loading import LoadState
+from .save_runner import SaveRunner
 from .saving import SaveState
 from .staging import Staging
-from .tier import RecordSpec, Tier
+from .tier import Tier
 
-logger = logging.getLogger("kvtier.transfer")
-
-RAM_BATCH_BYTES = 64 << 20
 NEWS_EVERY_S = 0.1
-COPY_TIMEOUT_S = 120.0
 STOP_S = 2.0
 
 
@@ -66,10 +58,6 @@ class TransferLimits:
     copy_threads: int = 1
     hang_s: float = 60.0
     links: dict[str, LinkLimits] = field(default_factory=dict)
-
-
-class TransferClosed(KVTierError):
-    """The transfer is shutting down; what had not begun is cancelled."""
 
 
 class Transfer:
@@ -94,10 +82,7 @@ class Transfer:
     ) -> None:
         self.limits = limits or TransferLimits()
         self.counts = Counts()
-        self._pages = pages
-        self._block_bytes = block_bytes
-        self._staging = staging
-        self._mover = mover
+        self.staging = staging
         self._clock = clock
         self._links: dict[str, TierLink] = {}
         self._generation = 0
@@ -113,6 +98,12 @@ class Transfer:
             "ram-load", self.limits.copy_threads, clock, hang_s=self.limits.hang_s
         )
         self._copy_lane = Lane("copy", self.limits.copy_threads, clock, hang_s=self.limits.hang_s)
+        self._load_runner = LoadRunner(
+            pages, block_bytes, staging, mover, self._ram_lane, self.counts, clock
+        )
+        self._save_runner = SaveRunner(
+            pages, block_bytes, mover, self._links_of, lambda: self._closed, self.counts, clock
+        )
 
     # -- tiers -----------------------------------------------------------
 
@@ -161,6 +152,10 @@ class Transfer:
         """The links in use, by tier name."""
         return self._links
 
+    def _links_of(self, generation: int) -> dict[str, TierLink]:
+        links = self._links
+        return links if generation == self._generation else {}  # checked after `links` was read
+
     # -- jobs ------------------------------------------------------------
 
     def submit_load(self, job: LoadJob, after: Any = None) -> None:
@@ -173,30 +168,11 @@ class Transfer:
         if self._closed:
             self._fail_all(state)
             return
-        ram: list[tuple[int, LoadChunk]] = []
-        for i, chunk in enumerate(job.chunks):
-            if chunk.source == "ram":
-                ram.append((i, chunk))
-            else:
-                self._submit_tier_load(state, i, chunk)
-        for batch in _batches(ram, self._block_bytes):
-            if not self._ram_lane.offer(partial(self._load_from_ram, state, batch)):
-                for i, _ in batch:
-                    state.finish(i, ChunkStatus.CANCELLED)
+        self._load_runner.submit(state, self._links)
 
     def _fail_all(self, state: LoadState) -> None:
         state.close(ChunkStatus.CANCELLED)
         for i in range(len(state.job.chunks)):
-            state.finish(i, ChunkStatus.CANCELLED)
-
-    def _submit_tier_load(self, state: LoadState, i: int, chunk: LoadChunk) -> None:
-        link = self._links.get(chunk.source)
-        if link is None or not link.online:
-            state.finish(i, ChunkStatus.TIER_DOWN)
-        elif not link.load_lane.offer(
-            partial(self._load_from_tier, state, i, chunk, link),
-            spare=not len(chunk.blocks),  # nobody waits for what goes into RAM only
-        ):
             state.finish(i, ChunkStatus.CANCELLED)
 
     def cancel_load(self, job_id: int) -> None:
@@ -209,175 +185,9 @@ class Transfer:
         """Start a save of blocks that are valid once ``after`` (the mover's fence) has passed."""
         state = SaveState(job, self._emit)
         self._saves[job.job_id] = state
-        if not self._copy_lane.offer(partial(self._save, state, after)):
+        if not self._copy_lane.offer(partial(self._save_runner.run, state, after)):
             state.copied(bytes([ChunkStatus.CANCELLED] * len(job.chunks)))
             state.planned(0)
-
-    # -- running loads (lane threads) --------------------------------------
-
-    def _load_from_ram(self, state: LoadState, batch: list[tuple[int, LoadChunk]]) -> None:
-        status = ChunkStatus.CANCELLED
-        begin_s = self._clock()
-        try:
-            if state.begin_copy(batch[0][0]):
-                status = ChunkStatus.COPY_FAILED
-                try:
-                    status = self._copy_in(
-                        [chunk for _, chunk in batch], [c.pages for _, c in batch], state.after
-                    )
-                finally:
-                    state.end_copy()
-        finally:
-            for i, _ in batch:
-                state.finish(i, status)
-        if status is ChunkStatus.OK:
-            n_bytes = sum(len(c.blocks) * self._block_bytes[c.group] for _, c in batch)
-            self.counts.add("load_bytes.ram", n_bytes)
-            self.counts.add("load_chunks.ram", len(batch))
-            self.counts.add("load_s.ram", self._clock() - begin_s)
-
-    def _load_from_tier(self, state: LoadState, i: int, chunk: LoadChunk, link: TierLink) -> None:
-        fetch = partial(self._fetch, state, i, chunk, link)
-        if state.need(i) is not Need.CHECK or not link.load_lane.offer(fetch, spare=True):
-            fetch()
-
-    def _fetch(self, state: LoadState, i: int, chunk: LoadChunk, link: TierLink) -> None:
-        slot: Ids | None = None
-        status = ChunkStatus.CANCELLED
-        try:
-            need = state.need(i)
-            if need is Need.NOTHING:
-                return
-            pages = chunk.pages
-            if pages is None:
-                wait_s = state.deadline_at_s - self._clock() if need is Need.LOAD else 0.0
-                slot = self._staging.take(wait_s)
-                if slot is None:
-                    if need is Need.LOAD:
-                        status = ChunkStatus.DEADLINE
-                    return
-                if state.need(i) is Need.NOTHING:
-                    return  # closed while it waited; at shutdown the pages are gone
-                pages = slot[: chunk.n_blocks]
-            used_bytes = self._block_bytes[chunk.group]
-            spec = RecordSpec(
-                chunk.key, chunk.start_tokens, chunk.end_tokens, chunk.n_blocks * used_bytes
-            )
-            status = link.load(spec, self._pages.buffers(pages, used_bytes))
-            if status is not ChunkStatus.OK:
-                return
-            if chunk.pages is not None:
-                state.filled(i)
-            status = ChunkStatus.CANCELLED
-            if not state.begin_copy(i):
-                return
-            status = ChunkStatus.COPY_FAILED
-            try:
-                status = self._copy_in([chunk], [pages], state.after)
-            finally:
-                state.end_copy()
-        finally:
-            if slot is not None:
-                self._staging.give(slot)
-            state.finish(i, status)
-
-    def _copy_in(
-        self, chunks: list[LoadChunk], pages: Sequence[Ids | None], after: Any
-    ) -> ChunkStatus:
-        by_group: dict[int, tuple[list[Ids], list[Ids]]] = {}
-        for chunk, page_ids in zip(chunks, pages, strict=True):
-            assert page_ids is not None
-            n = len(chunk.blocks)
-            first = chunk.offset_blocks
-            blocks, wanted = by_group.setdefault(chunk.group, ([], []))
-            blocks.append(chunk.blocks)
-            wanted.append(page_ids[first : first + n])
-        tickets: list[CopyTicket] = []
-        try:
-            for group, (blocks, wanted) in by_group.items():
-                ids, page_ids = np.concatenate(blocks), np.concatenate(wanted)
-                tickets.append(self._mover.load(group, ids, page_ids, after))
-            for ticket in tickets:
-                ticket.wait(COPY_TIMEOUT_S)
-        except Exception:
-            wait_fenced(tickets)
-            logger.exception("kvtier: a copy to the device failed; the request computes instead")
-            self.counts.add("load_failed_chunks.device.copy", len(chunks))
-            return ChunkStatus.COPY_FAILED
-        return ChunkStatus.OK
-
-    # -- running saves (lane threads) --------------------------------------
-
-    def _save(self, state: SaveState, after: Any) -> None:
-        job = state.job
-        begin_s = self._clock()
-        n_bytes = 0
-        tickets: list[CopyTicket] = []
-        try:
-            self._refuse_when_closed()
-            for group in sorted({chunk.group for chunk in job.chunks}):
-                chunks = [c for c in job.chunks if c.group == group and len(c.blocks)]
-                if not chunks:
-                    continue  # written back: the pages hold the bytes already
-                blocks = np.concatenate([chunk.blocks for chunk in chunks])
-                pages = np.concatenate([chunk.pages for chunk in chunks])
-                tickets.append(self._mover.save(group, blocks, pages, after))
-                tickets[-1].wait(COPY_TIMEOUT_S)
-                n_bytes += len(blocks) * self._block_bytes[group]
-            status = ChunkStatus.OK
-        except TransferClosed:
-            status = ChunkStatus.CANCELLED
-        except Exception:
-            wait_fenced(tickets)
-            logger.exception("kvtier: a copy from the device failed; its chunks are not kept")
-            status = ChunkStatus.COPY_FAILED
-            self.counts.add("save_failed_chunks.device", len(job.chunks))
-        state.copied(bytes([status] * len(job.chunks)))
-        if status is not ChunkStatus.OK:
-            state.planned(0)
-            return
-        if n_bytes:
-            self.counts.add("save_bytes.ram", n_bytes)
-            self.counts.add("save_chunks.ram", len(job.chunks))
-            self.counts.add("save_s.ram", self._clock() - begin_s)
-        self._write_behind(state)
-
-    def _refuse_when_closed(self) -> None:
-        if self._closed:
-            raise TransferClosed
-
-    def _write_behind(self, state: SaveState) -> None:
-        offered = 0
-        links = self._links
-        if state.job.generation != self._generation:  # checked after `links` was read
-            links = {}
-        for i, chunk in enumerate(state.job.chunks):
-            for name in chunk.tiers:
-                link = links.get(name)
-                if link is None or not link.writable:
-                    self.counts.add(f"save_dropped_chunks.{name}.tier_off")
-                    continue
-                n_bytes = len(chunk.pages) * self._block_bytes[chunk.group]
-                task = partial(self._write, state, i, chunk, link)
-                if link.save_lane.offer(task, n_bytes):
-                    offered += 1
-                else:
-                    self.counts.add(f"save_dropped_chunks.{name}.queue_full")
-        state.planned(offered)
-
-    def _write(self, state: SaveState, i: int, chunk: SaveChunk, link: TierLink) -> None:
-        used_bytes = self._block_bytes[chunk.group]
-        spec = RecordSpec(
-            chunk.key, chunk.start_tokens, chunk.end_tokens, len(chunk.pages) * used_bytes
-        )
-        ok = False
-        try:
-            if link.online:
-                ok = link.save(spec, self._pages.buffers(chunk.pages, used_bytes))
-            else:  # also what a closing link hands back: at shutdown the pages are gone
-                self.counts.add(f"save_dropped_chunks.{link.name}.tier_off")
-        finally:
-            state.wrote(i, link.name, ok)
 
     # -- results -----------------------------------------------------------
 
@@ -460,19 +270,3 @@ class Transfer:
             lane.join(stop_s)
         for link in self._links.values():
             link.close(stop_s)
-
-
-def _batches(
-    chunks: list[tuple[int, LoadChunk]], block_bytes: dict[int, int]
-) -> Iterator[list[tuple[int, LoadChunk]]]:
-    """Cut RAM chunks into batches, so that one copy is long and a cancel is quick."""
-    batch: list[tuple[int, LoadChunk]] = []
-    n_bytes = 0
-    for item in chunks:
-        batch.append(item)
-        n_bytes += len(item[1].blocks) * block_bytes[item[1].group]
-        if n_bytes >= RAM_BATCH_BYTES:
-            yield batch
-            batch, n_bytes = [], 0
-    if batch:
-        yield batch

@@ -516,7 +516,7 @@ class World:
         assert not self.engine.loading
         assert not self.half._trackers
         for worker in self.workers:
-            assert len(worker.transfer._staging._slots) == self.n_slots, "a staging slot is lost"
+            assert len(worker.transfer.staging._slots) == self.n_slots, "a staging slot is lost"
         for job_id, kind in self.opened.items():
             for rank in range(self.n_ranks):
                 ends = ("copied", "end") if kind == "save" else ("done", "end")

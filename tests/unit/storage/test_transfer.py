@@ -169,7 +169,7 @@ def test_load_streams_through_staging(benches):
 
 def test_no_staging_slot_in_time(bench):
     """A load that finds no staging slot until its deadline says so."""
-    bench.transfer._staging.take(0.0)
+    bench.transfer.staging.take(0.0)
     job = bench.load(load_chunk(1, [5], None), deadline_s=0.05)
     until(lambda: bench.of(job, LoadRetired))
     assert statuses(bench.wait(job, LoadDone)) == [DEADLINE]
@@ -178,14 +178,14 @@ def test_no_staging_slot_in_time(bench):
 def test_given_up_while_it_waits_for_staging(bench):
     """A load that is over when its staging slot comes reads nothing."""
     keep(bench, 1, 41)
-    slot = bench.transfer._staging.take(0.0)
+    slot = bench.transfer.staging.take(0.0)
     job = bench.load(load_chunk(1, [5], None))
     bench.transfer.cancel_load(job.job_id)
     assert statuses(bench.wait(job, LoadDone)) == [CANCELLED]
-    bench.transfer._staging.give(slot)
+    bench.transfer.staging.give(slot)
     bench.wait(job, LoadRetired)
     assert bench.tier.gates["get"].came == 0
-    assert bench.transfer._staging.take(0.0) is not None
+    assert bench.transfer.staging.take(0.0) is not None
 
 
 @pytest.mark.parametrize(
