@@ -20,7 +20,7 @@ import os
 import re
 import stat
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from .errors import KVTierError
 from .key import NAMESPACE_BYTES, key_name, parse_key_name
@@ -46,8 +46,7 @@ _RANK = re.compile(r"r(0|[1-9][0-9]{0,8})")
 _HEX2 = re.compile(r"[0-9a-f]{2}")
 
 
-@dataclass(frozen=True, slots=True)
-class RecordFile:
+class RecordFile(NamedTuple):
     """One record's file as its name and its inode tell it; the content is not read.
 
     Attributes:
@@ -256,8 +255,24 @@ def _files(folder: str) -> Iterator[tuple[str, str, int, float]]:
         return
 
 
-def _records_in(folder: str, prefix: str, namespace: bytes, rank: int) -> Iterator[RecordFile]:
-    for path, name, file_bytes, used_at_s in sorted(_files(folder)):
-        key = key_of_file(name) if name.startswith(prefix) else None
-        if key is not None:
-            yield RecordFile(path, namespace, rank, key, file_bytes, used_at_s)
+def _records_in(folder: str, prefix: str, namespace: bytes, rank: int) -> list[RecordFile]:
+    """Return a folder's records, ordered by name; those that vanish meanwhile are left out."""
+    found: list[RecordFile] = []
+    try:
+        with os.scandir(folder) as entries:
+            for entry in entries:
+                name = entry.name
+                key = key_of_file(name) if name.startswith(prefix) else None
+                if key is None:
+                    continue
+                try:
+                    status = entry.stat(follow_symlinks=False)
+                except OSError:
+                    continue
+                n_bytes = status.st_size if stat.S_ISREG(status.st_mode) else 0
+                place = (entry.path, namespace, rank, key, n_bytes, status.st_mtime)
+                found.append(RecordFile(*place))
+    except OSError:
+        return found
+    found.sort()
+    return found

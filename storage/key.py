@@ -8,11 +8,16 @@ exactly one run of blocks inside a namespace. Keys are plain ``bytes``
 
 from __future__ import annotations
 
+import re
+
 from .errors import KVTierError
 
 MIN_HASH_BYTES = 8
 MAX_HASH_BYTES = 64
 NAMESPACE_BYTES = 16
+_NAME = re.compile(
+    rf"((?:[0-9a-f]{{2}}){{{MIN_HASH_BYTES},{MAX_HASH_BYTES}}})-g(0|[1-9][0-9]{{0,2}})"
+)
 
 
 def chunk_key(prefix_hash: bytes, group: int) -> bytes:
@@ -36,17 +41,7 @@ def parse_key_name(name: str) -> bytes:
     Raises:
         KVTierError: not a key name.
     """
-    text, sep, group = name.partition("-g")
-    try:
-        prefix_hash = bytes.fromhex(text)
-        number = int(group)
-    except ValueError:
-        sep = ""
-    if (
-        not sep
-        or not MIN_HASH_BYTES <= len(prefix_hash) <= MAX_HASH_BYTES
-        or not 0 <= number <= 255
-        or key_name(prefix_hash + bytes((number,))) != name
-    ):
+    match = _NAME.fullmatch(name)  # quick: whoever walks a store comes by for every record
+    if match is None or (number := int(match[2])) > 255:
         raise KVTierError(f"{name!r} is no chunk key; expected HEX-gN, as `kvtier ls` prints it")
-    return chunk_key(prefix_hash, number)
+    return chunk_key(bytes.fromhex(match[1]), number)

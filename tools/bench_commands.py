@@ -149,3 +149,17 @@ def redis(as_json: Json = False) -> None:
     from . import bench_redis
 
     finish(ExitCode(bench_redis.run(as_json)))
+
+
+@bench.command(epilog=EXIT_CODES_HELP)
+@reported
+def store(
+    records: Annotated[int, typer.Option(help="Records of the store.", min=1)] = 100_000,
+    folder: Folder = None,
+    as_json: Json = False,
+) -> None:
+    """How long `stat`, the first row of `ls`, and `--help` take, with a large store."""
+    from . import bench_store
+
+    result = bench_store.run(records, folder, _say)
+    print_json(result) if as_json else _fields(result, without=("bars",))
