@@ -9,7 +9,7 @@ from .soak_truth import compare
 from .soak_types import Reply, Script, Turn
 
 KVTIER, VLLM, UNCLEAR = "kvtier", "vllm", "unclear"
-MAX_TRIED = 4
+MAX_TRIED = 6
 MIN_DRAFT_TOKENS = 50
 
 AskSessions = Callable[[Sequence[Sequence[Turn]]], list[Reply]]
@@ -27,6 +27,8 @@ def charge(
     limit: float,
     without_cache: AskSessions | None,
     own_cache: AskSessions | None,
+    *,
+    loads_known: bool = True,
 ) -> None:
     """Fill in ``party`` and ``why`` of every wrong answer.
 
@@ -41,6 +43,7 @@ def charge(
         limit: how far logprobs may lie apart.
         without_cache: asks an engine without any cache; None where there is none to ask.
         own_cache: asks one with vLLM's own prefix cache alone.
+        loads_known: whether rows tell what kvtier loaded; a server at a URL does not.
     """
     bad_turns: dict[str, set[int]] = {}
     for row in mismatches:
@@ -53,12 +56,19 @@ def charge(
         without_cache,
         own_cache,
     )
+    for name, number in tried:
+        bad_turns.setdefault(name, set()).add(number)
     for row in mismatches:
-        row["party"], row["why"] = _party(row, bad_turns.get(row["session"], set()), tried)
+        bad = bad_turns.get(row["session"], set())
+        row["party"], row["why"] = _party(row, bad, tried, loads_known=loads_known)
 
 
 def _party(
-    row: Mapping[str, Any], bad_turns: set[int], tried: Mapping[tuple[str, int], str]
+    row: Mapping[str, Any],
+    bad_turns: set[int],
+    tried: Mapping[tuple[str, int], str],
+    *,
+    loads_known: bool,
 ) -> tuple[str, str]:
     if row["engine"] == VLLM:
         return VLLM, "wrong with vLLM's own prefix cache, without kvtier"
@@ -70,13 +80,15 @@ def _party(
     if bad_turns:
         turns = ", ".join(str(turn) for turn in sorted(bad_turns))
         return VLLM, (
-            f"turn {turns} of this session is wrong with vLLM's own prefix cache, without kvtier, "
+            f"turn {turns} of this session is wrong without kvtier, "
             "and what was wrong may have been stored"
         )
     if row["chunks"] or row["restored"]:
         why = "right without kvtier; kvtier loaded part of this prompt"
     elif row["earlier_chunks"]:
         why = "right without kvtier; the device's cache hit what kvtier may have loaded before"
+    elif not loads_known:
+        why = "right without kvtier; a server does not tell which chunks it loaded"
     else:
         return UNCLEAR, "right without kvtier, but kvtier had loaded nothing of this prompt"
     return KVTIER, why
@@ -90,7 +102,15 @@ def _try_again(
     own_cache: AskSessions | None,
 ) -> dict[tuple[str, int], str]:
     """Return for the first few turns what is wrong with them without kvtier, if anything is."""
-    places = list(dict.fromkeys((row["session"], row["turn"]) for row in rows))[:MAX_TRIED]
+    by_session: dict[str, list[int]] = {}
+    for name, number in dict.fromkeys((row["session"], row["turn"]) for row in rows):
+        by_session.setdefault(name, []).append(number)
+    ranked = [
+        (i, name, number)
+        for name, numbers in by_session.items()
+        for i, number in enumerate(numbers)
+    ]
+    places = [(name, number) for _, name, number in sorted(ranked)[:MAX_TRIED]]  # all sessions
     sessions = {session[0].session: session for session in script.sessions}
     turns = [[t for t in sessions[name] if t.number <= number] for name, number in places]
     out: dict[tuple[str, int], str] = {}

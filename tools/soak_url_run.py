@@ -94,6 +94,7 @@ class UrlSoak:
             record.noise.tolerance(options.dtype),
             self._asks(self._oracle, "uncached"),
             self._asks(self._server, "own"),
+            loads_known=False,
         )
         return record.finish(interrupted=self._stopped.is_set())
 
