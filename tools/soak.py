@@ -173,7 +173,7 @@ class Soak:
                 script,
                 lambda: engine,
                 DriverOptions(options.users, 0.0, passes=1, seed=options.seed),
-                self._noise.tolerance(options.dtype),
+                options.limit(self._noise),
                 lambda result: record.answer(VLLM, result, []),
             )
             play(traffic, self.listener, self.stopped, 2 * options.duration_s)
@@ -238,7 +238,7 @@ class Soak:
             if not host.engine.facts["kvtier"]:
                 raise SoakError("kvtier is off in this engine; its log says why")
             self.listener.phase("kvtier")
-            limit = self._noise.tolerance(options.dtype)
+            limit = options.limit(self._noise)
             run = KVTierRun(options, record, script, host, limit, folder, server)
             run.run(self.listener, self.stopped)
             record.crashes += host.crashes
@@ -252,7 +252,7 @@ class Soak:
         record, options = self.record, self.options
         if not record.mismatches:
             return
-        limit = self._noise.tolerance(options.dtype)
+        limit = options.limit(self._noise)
         if self.stopped.is_set() or all(m["engine"] == VLLM for m in record.mismatches):
             charge(record.mismatches, script, limit, None, None)
             return

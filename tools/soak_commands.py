@@ -64,6 +64,12 @@ def soak(
     aborts: Annotated[
         float, typer.Option(help="Share of requests that are given up.", min=0, max=1)
     ] = 0.06,
+    tolerance: Annotated[
+        Optional[float],  # noqa: UP045
+        typer.Option(
+            help="How far logprobs may lie apart; by default from dtype and noise.", min=0
+        ),
+    ] = None,
     context_tokens: Annotated[
         Optional[int],  # noqa: UP045
         typer.Option(help="Longest prompt and answer; by default fitted to the time.", min=128),
@@ -124,6 +130,7 @@ def soak(
         answer_tokens=answer_tokens,
         users=users,
         abort_share=aborts,
+        tolerance=tolerance,
         context_tokens=context_tokens,
         device_tokens=device_tokens,
         kvtier=_object("--kvtier", kvtier),

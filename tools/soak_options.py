@@ -11,6 +11,7 @@ from typing import Any
 
 from .exit_codes import ExitCode
 from .reporting import CommandError
+from .soak_truth import Noise
 
 DISK_FAULTS = ("disk-corrupt", "disk-full", "disk-slow")
 REDIS_FAULTS = ("redis-kill", "redis-hang", "redis-evict")
@@ -44,6 +45,7 @@ class SoakOptions:
             itself: name, module.
         plain_connector: likewise for the engine with vLLM's own cache.
         truth_folder: where right answers are kept between runs.
+        tolerance: how far logprobs of right answers may lie apart; None goes by dtype and noise.
         sample_s, quiet_s: how often to look, how often to wait for rest; None fits the time.
     """
 
@@ -72,6 +74,7 @@ class SoakOptions:
     connector: tuple[str, str] | None = None
     plain_connector: tuple[str, str] | None = None
     truth_folder: Path | None = None
+    tolerance: float | None = None
     sample_s: float | None = None
     quiet_s: float | None = None
 
@@ -79,6 +82,10 @@ class SoakOptions:
     def duration_s(self) -> float:
         """Seconds of traffic through kvtier."""
         return 60.0 * self.minutes
+
+    def limit(self, noise: Noise) -> float:
+        """Return how far logprobs of right answers may lie apart."""
+        return noise.tolerance(self.dtype) if self.tolerance is None else self.tolerance
 
     def check(self) -> None:
         """Refuse what cannot be.

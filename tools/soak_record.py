@@ -35,6 +35,9 @@ MAX_MISMATCHES = 500
 KEPT_TIMES = 500
 KEPT_CLEARED = 50_000
 COMPUTED, DEVICE = "computed", "device"
+_NOTHING_RESTORED = (
+    "kvtier restored nothing: nothing is proved; give more --sessions, or the engine a smaller cache"
+)
 
 
 class HitTimeline:
@@ -138,7 +141,7 @@ class Record:
             working_tokens=script.working_tokens,
             right_answers_computed=computed,
             right_answers_kept=kept,
-            tolerance=noise.tolerance(self.options.dtype),
+            tolerance=self.options.limit(noise),
         )
 
     def settings(self, settings: dict[str, Any], script: Script, folder: str | None) -> None:
@@ -288,9 +291,9 @@ class Record:
         restored = sum(n for name, n in self.hits.totals.items() if name not in {COMPUTED, DEVICE})
         if self.tally.answered and not restored and not interrupted:
             out.append(
-                finding(UNCLEAR, "nothing_restored", "kvtier restored nothing: nothing is proved")
+                finding(UNCLEAR, "nothing_restored", _NOTHING_RESTORED)
             )
-        if self.noise.alone > self.noise.tolerance(self.options.dtype) / 2:
+        if self.noise.alone > self.options.limit(self.noise) / 2:
             out.append(
                 finding(VLLM, "noise", f"equal requests differ by {self.noise.alone:.4f} already")
             )

@@ -91,7 +91,7 @@ class UrlSoak:
         charge(
             record.mismatches,
             script,
-            record.noise.tolerance(options.dtype),
+            options.limit(record.noise),
             self._asks(self._oracle, "uncached"),
             self._asks(self._server, "own"),
             loads_known=False,
@@ -174,7 +174,7 @@ class UrlSoak:
             script,
             lambda: self._server,
             DriverOptions(options.users, options.abort_share, None, options.seed),
-            record.noise.tolerance(options.dtype),
+            options.limit(record.noise),
             note,
         )
         self._first = self._last = self._counters() or {}
