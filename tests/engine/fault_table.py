@@ -70,7 +70,7 @@ class Place:
 
     @property
     def mover(self):
-        return self.engine.worker.transfer._mover
+        return self.engine.worker._mover
 
     @property
     def catalog(self):

@@ -41,7 +41,7 @@ class Damage:
     """While inside, one block of one layer is damaged in device memory before it is saved."""
 
     def __init__(self, engine):
-        self.mover = engine.worker.transfer._mover
+        self.mover = engine.worker._mover
         self.arena = engine.worker._arena
         self.group = engine.half.geometry.groups[0]
         self.page = np.array([engine.worker._plan.staging_pages - 1])

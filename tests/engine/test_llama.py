@@ -84,7 +84,7 @@ class Gate:
     """Holds every copy to the device until it is opened."""
 
     def __init__(self, engine):
-        self._mover = engine.worker.transfer._mover
+        self._mover = engine.worker._mover
         self._load = self._mover.load
         self._open = threading.Event()
         self.waiting = threading.Event()
