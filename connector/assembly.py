@@ -29,11 +29,11 @@ from .geometry import Geometry
 from .plan import NamespaceInfo
 from .recorder import Recorder
 from .regions import build_region_tables
-from .save_planner import WritePolicy
 from .scheduler import SchedulerHalf
 from .tracker import SchedulerOptions
 from .weights import WeightsCache, lora_fingerprint
 from .worker import ArenaPlan, WorkerHalf
+from .write_back import WritePolicy
 
 logger = logging.getLogger("kvtier")
 

@@ -10,9 +10,11 @@ from __future__ import annotations
 
 import hashlib
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, overload
+
+from ..storage.errors import KVTierError
 
 logger = logging.getLogger("kvtier.request")
 
@@ -71,6 +73,24 @@ def read_options(params: Mapping[str, Any] | None, adapter: str | None) -> Reque
         text = b"" if part is None else b"+" + part.encode()
         digest.update(len(text).to_bytes(4, "little") + text)
     return RequestOptions(store, read, digest.digest())
+
+
+def options_of(request: Any, adapter_of: Callable[[Any], str | None] | None) -> RequestOptions:
+    """Return the options of a request of vLLM's.
+
+    Args:
+        request: vLLM's ``Request``.
+        adapter_of: fingerprint of its LoRA adapter, or None; raises `KVTierError` where
+            there can be none: such a request is neither served nor stored.
+    """
+    adapter = None
+    if adapter_of is not None:
+        try:
+            adapter = adapter_of(request)
+        except KVTierError as err:
+            logger.warning("kvtier: request neither served nor stored: %s", err)
+            return RequestOptions(store=False, read=False)
+    return read_options(getattr(request, "kv_transfer_params", None), adapter)
 
 
 class SaltedHashes(Sequence[bytes]):

@@ -27,31 +27,13 @@ from ..storage.jobs import SaveChunk, SaveJob
 from .geometry import Geometry, GroupGeometry, GroupKind
 from .ledger import Ledger
 from .token_database import ChunkedTokenDatabase
+from .write_back import WriteBack, WritePolicy
 
 NULL_BLOCK = 0
-NO_BLOCKS = np.empty(0, dtype=np.int64)
 MAX_SEEN = 200_000
-WRITE_BACK_SHARE = 0.25  # of RAM that can be given away without losing a chunk
-WRITE_BACK_CHUNKS = 8  # written back at once
 
 Wanted = tuple[bytes, GroupGeometry, int, int, list[int]]
 """A chunk to save: key, group, start and end in tokens, device blocks."""
-WRITE_BACK_RETRY_S = 5.0  # after a write-back that brought nothing to every rank
-
-
-@dataclass(frozen=True, slots=True)
-class WritePolicy:
-    """What is written below RAM.
-
-    Attributes:
-        through: tiers written behind every save.
-        back: tiers written before RAM evicts a chunk that no lower tier holds.
-        min_uses: how often a chunk must have been met before it is saved.
-    """
-
-    through: tuple[str, ...] = ()
-    back: tuple[str, ...] = ()
-    min_uses: int = 1
 
 
 @dataclass(slots=True)
@@ -108,6 +90,7 @@ class SavePlanner:
         self._seen: OrderedDict[bytes, int] = OrderedDict()
         self._database = ChunkedTokenDatabase(geometry)
         self._jobs: list[SaveJob] = []
+        self._write_back = WriteBack(catalog, ledger, policy, next_job_id, generation)
         self._attention = [g for g in geometry.groups if g.kind is not GroupKind.RECURRENT]
         self._recurrent = {g.group_id: g for g in geometry.groups if g.kind is GroupKind.RECURRENT}
         self._windowed = any(g.window_tokens is not None for g in geometry.groups)
@@ -123,6 +106,12 @@ class SavePlanner:
         """Return the saves for this step's plan."""
         jobs, self._jobs = tuple(self._jobs), []
         return jobs
+
+    def plan_write_back(self) -> None:
+        """Write out the oldest chunks that only RAM holds, before their pages are needed."""
+        job = self._write_back.plan()
+        if job is not None:
+            self._jobs.append(job)
 
     def due(self, tracker: SaveTracker, valid_tokens: int, prompt_tokens: int) -> bool:
         """Say, quickly, whether a whole chunk or the prompt is complete and not planned."""
@@ -394,25 +383,3 @@ class SavePlanner:
         if len(self._seen) > MAX_SEEN:
             self._seen.popitem(last=False)
         return False
-
-    def plan_write_back(self) -> None:
-        """Write out the oldest chunks that only RAM holds, before their pages are needed."""
-        tiers = self._policy.through + self._policy.back
-        if not tiers or self._catalog.room_without_loss() >= WRITE_BACK_SHARE:
-            return
-        if self._ledger.clock() < self._ledger.unwritten_at_s + WRITE_BACK_RETRY_S:
-            return
-        chunks: list[SaveChunk] = []
-        entries: list[Entry] = []
-        for entry in self._catalog.oldest_only(WRITE_BACK_CHUNKS):
-            span = entry.span
-            if span is None or entry.pages is None:
-                continue
-            self._catalog.pin(entry)
-            entries.append(entry)
-            group = entry.key[-1]
-            chunks.append(SaveChunk(entry.key, group, *span, NO_BLOCKS, entry.pages, tiers))
-        if chunks:
-            job = SaveJob(self._next_job_id(), self._generation(), tuple(chunks))
-            self._ledger.open_save(job, entries)
-            self._jobs.append(job)

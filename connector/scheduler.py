@@ -12,11 +12,11 @@ from typing import Any
 
 from ..storage.catalog import Catalog
 from ..storage.counts import Counts
-from ..storage.errors import KVTierError
 from ..storage.jobs import LoadJob
 from . import engine_api
 from .admission import Admission
 from .audit import Auditor
+from .block_pins import BlockPins
 from .extras import Extras
 from .gate import Gate
 from .geometry import Geometry
@@ -24,10 +24,11 @@ from .ledger import Ledger
 from .load_planner import LoadPlanner
 from .lookup import MissReason, Piece, PrefixLookup
 from .plan import NamespaceInfo, Plan, RankReport
-from .request_options import RequestOptions, read_options
+from .request_options import options_of
 from .save_planner import SavePlanner, SaveTracker
 from .settlement import Settlement
 from .shared_lookup import SharedLookup
+from .standing import Standing
 from .tier_states import TierStates
 from .tracker import SchedulerOptions, Tracker
 from .warmer import Warmer
@@ -68,8 +69,8 @@ class SchedulerHalf:
         self._namespace: NamespaceInfo | None = None
         self._clock = clock
         self._n_ranks = n_ranks
-        self._pool: Any = None
-        self._ledger = Ledger(catalog, n_ranks, self._pin_blocks, self._unpin_blocks, clock)
+        self._pins = BlockPins()
+        self._ledger = Ledger(catalog, n_ranks, self._pins.pin, self._pins.unpin, clock)
         self._saves = SavePlanner(
             geometry,
             catalog,
@@ -124,7 +125,7 @@ class SchedulerHalf:
         self._cancels: list[int] = []
         self._touches: dict[str, list[bytes]] = {}
         self._ready_pages = [0] * n_ranks
-        self._told: dict[str, int] = {}
+        self._standing = Standing(catalog, self._ledger, self._auditor)
 
     def _make_warmer(self) -> Warmer | None:
         if self.options.control is None:
@@ -143,14 +144,7 @@ class SchedulerHalf:
 
     def bind_block_pool(self, pool: Any) -> None:
         """Use vLLM's block pool for pins."""
-        self._pool = pool
-
-    def _pin_blocks(self, blocks: Sequence[int]) -> None:
-        self._pool.touch([self._pool.blocks[b] for b in blocks])
-
-    def _unpin_blocks(self, blocks: Sequence[int]) -> None:
-        # End of the prefix first, as the engine frees: its head is reused last.
-        self._pool.free_blocks([self._pool.blocks[b] for b in reversed(blocks)])
+        self._pins.bind(pool)
 
     def _next_job_id(self) -> int:
         self._job_id += 1
@@ -165,20 +159,10 @@ class SchedulerHalf:
     def _tracker(self, request: Any) -> Tracker:
         tracker = self._trackers.get(request.request_id)
         if tracker is None or tracker.request is not request:
-            options = self._options_of(request)
+            options = options_of(request, self.options.adapter_of)
             tracker = Tracker(request, SaveTracker(blocked=not options.store), options)
             self._trackers[request.request_id] = tracker
         return tracker
-
-    def _options_of(self, request: Any) -> RequestOptions:
-        adapter = None
-        if self.options.adapter_of is not None:
-            try:
-                adapter = self.options.adapter_of(request)
-            except KVTierError as err:
-                logger.warning("kvtier: request neither served nor stored: %s", err)
-                return RequestOptions(store=False, read=False)
-        return read_options(getattr(request, "kv_transfer_params", None), adapter)
 
     def lookup(self, request: Any, local_tokens: int) -> tuple[int | None, bool]:
         """Answer `get_num_new_matched_tokens`: extra tokens, or None for "ask again"."""
@@ -399,33 +383,15 @@ class SchedulerHalf:
         """Answer `has_pending_block_frees`: whether saves in flight will free device blocks."""
         return self._ledger.pinning(PIN_PATIENCE_S)
 
-    def hit_sources(self, request: Any) -> dict[str, int]:
-        """Return the last admission's restored tokens by source."""
-        tracker = self._trackers.get(request.request_id)
-        return dict(tracker.hits) if tracker is not None else {}
-
     def take_counts(self) -> dict[str, float]:
         """Return counters since the last call."""
-        counts = self.catalog.counts
-        for name in ("ram_evicted_chunks", "ram_evicted_lost_chunks"):
-            grown = getattr(counts, name) - self._told.get(name, 0)
-            if grown:
-                self._told[name] = getattr(counts, name)
-                self.counts.add(name, grown)
+        self._standing.add_evictions(self.counts)
         self._extras.hand_over_counts()
         return self.counts.take()
 
     def gauges(self) -> dict[str, float]:
         """Return what is where now."""
-        catalog = self.catalog
-        values = {f"resident_chunks.{tier}": float(n) for tier, n in catalog.resident().items()}
-        values["ram_pages.free"] = catalog.free_pages
-        values["ram_pages.pinned"] = catalog.pinned_pages
-        values["ram_pages.all"] = catalog.n_pages
-        values["pinned_device_blocks"] = self._ledger.pinned_blocks
-        if self._auditor.worst_mean:
-            values["audit_worst_mean"] = self._auditor.worst_mean
-        return values
+        return self._standing.gauges()
 
     def shutdown(self) -> None:
         """Stop the probers and what people have asked for. Idempotent."""

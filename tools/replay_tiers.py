@@ -12,7 +12,8 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from ..connector.save_planner import MAX_SEEN, WRITE_BACK_CHUNKS, WRITE_BACK_SHARE
+from ..connector.save_planner import MAX_SEEN
+from ..connector.write_back import WRITE_BACK_CHUNKS, WRITE_BACK_SHARE
 from ..storage.catalog import Catalog
 from ..storage.disk_index import Index
 from ..storage.disk_layout import TOKEN_AGE_S

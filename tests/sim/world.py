@@ -17,10 +17,10 @@ from kvtier.connector import tier_states as tier_states_module
 from kvtier.connector import worker as worker_module
 from kvtier.connector.geometry import Geometry, GroupGeometry, GroupKind
 from kvtier.connector.plan import NamespaceInfo
-from kvtier.connector.save_planner import WritePolicy
 from kvtier.connector.scheduler import SchedulerHalf
 from kvtier.connector.tracker import SchedulerOptions
 from kvtier.connector.worker import ArenaPlan, WorkerHalf
+from kvtier.connector.write_back import WritePolicy
 from kvtier.storage import device as device_module
 from kvtier.storage import link as link_module
 from kvtier.storage import transfer as transfer_module

@@ -7,9 +7,9 @@ from types import SimpleNamespace
 
 from kvtier.connector.geometry import Geometry, GroupGeometry, GroupKind, Region
 from kvtier.connector.plan import NamespaceInfo, RankReport
-from kvtier.connector.save_planner import WritePolicy
 from kvtier.connector.scheduler import SchedulerHalf
 from kvtier.connector.tracker import SchedulerOptions
+from kvtier.connector.write_back import WritePolicy
 from kvtier.storage.catalog import Catalog
 from kvtier.storage.catalog_check import check_catalog
 from kvtier.storage.jobs import (

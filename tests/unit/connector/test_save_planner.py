@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 
 from kvtier.connector.geometry import GroupKind
-from kvtier.connector.save_planner import WRITE_BACK_RETRY_S, WritePolicy
+from kvtier.connector.write_back import WRITE_BACK_RETRY_S, WritePolicy
 from kvtier.storage.catalog import RAM
 
 from .halves import BLOCK, CHUNK, Half, geometry_of, group, request_of

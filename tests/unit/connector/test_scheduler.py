@@ -7,8 +7,8 @@ import pytest
 from kvtier.connector.admission import SHARED_LOAD_WAIT_S
 from kvtier.connector.lookup import MissReason
 from kvtier.connector.plan import RankReport
-from kvtier.connector.save_planner import WritePolicy
 from kvtier.connector.tier_states import INDEX_WAIT_S
+from kvtier.connector.write_back import WritePolicy
 from kvtier.storage.catalog import RAM
 from kvtier.storage.jobs import ChunkStatus, LoadDone, LoadRetired, TierNews
 
