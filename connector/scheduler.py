@@ -383,6 +383,11 @@ class SchedulerHalf:
         """Answer `has_pending_block_frees`: whether saves in flight will free device blocks."""
         return self._ledger.pinning(PIN_PATIENCE_S)
 
+    def hit_sources(self, request: Any) -> dict[str, int]:
+        """Return the last admission's restored tokens by source."""
+        tracker = self._trackers.get(request.request_id)
+        return dict(tracker.hits) if tracker is not None else {}
+
     def take_counts(self) -> dict[str, float]:
         """Return counters since the last call."""
         self._standing.add_evictions(self.counts)
