@@ -132,7 +132,7 @@ class Soak:
             "block_tokens": self.options.block_tokens,
             "max_model_tokens": max_tokens,
             "versions": versions,
-            "format": 1,
+            "format": 2,
         }
 
     def _script(self, oracle: Oracle, store: TruthStore, max_tokens: int) -> Script:
@@ -154,6 +154,11 @@ class Soak:
             ),
         )
 
+    def _device_tokens(self, script: Script) -> int:
+        return device_tokens_for(
+            self.options, self._facts, script.working_tokens, script.longest_tokens
+        )
+
     def _encoder(self) -> Callable[[str], list[int]] | None:
         from .sessions import encoder
 
@@ -166,7 +171,7 @@ class Soak:
     def _own_cache(self, engine: ChildEngine, script: Script) -> None:
         options, record = self.options, self.record
         self.listener.phase("vLLM's own prefix cache: starting")
-        device_tokens = device_tokens_for(options, script.working_tokens, script.longest_tokens)
+        device_tokens = self._device_tokens(script)
         with opened(engine, self._parties.own_cache(device_tokens, script.longest_tokens)):
             self.listener.phase("vLLM's own prefix cache")
             traffic = Traffic(
@@ -219,7 +224,7 @@ class Soak:
         server: RedisServer | None,
     ) -> None:
         options, record = self.options, self.record
-        device_tokens = device_tokens_for(options, script.working_tokens, script.longest_tokens)
+        device_tokens = self._device_tokens(script)
         arguments = self._parties.kvtier(device_tokens, script.longest_tokens, settings)
 
         def start() -> ChildEngine:
@@ -264,5 +269,7 @@ class Soak:
                 script,
                 limit,
                 asks_sessions(engine, self._parties.without_cache(1)),
-                asks_sessions(engine, self._parties.own_cache(2 * longest + 1024, longest)),
+                asks_sessions(
+                    engine, self._parties.own_cache(2 * self._device_tokens(script), longest)
+                ),
             )

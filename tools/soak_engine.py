@@ -218,5 +218,6 @@ class SoakEngine(Engine):
             "max_model_tokens": int(config.model_config.max_model_len),
             "vocab_tokens": int(config.model_config.get_vocab_size()),
             "kv_bytes_per_token": self.kv_bytes_per_token(),
+            "groups": len(self._scheduler.kv_cache_config.kv_cache_groups),
             "kvtier": half is not None,
         }

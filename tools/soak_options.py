@@ -181,9 +181,16 @@ def kvtier_settings(
     return {**settings, **options.kvtier}
 
 
-def device_tokens_for(options: SoakOptions, working_tokens: int, longest_tokens: int) -> int:
-    """Return the size of the device's cache: room for all users, not for all sessions."""
+def device_tokens_for(
+    options: SoakOptions, facts: Mapping[str, Any], working_tokens: int, longest_tokens: int
+) -> int:
+    """Return the size of the device's cache: room for all users, not for all sessions.
+
+    Each group of a hybrid model takes blocks of its own from the one pool.
+    """
     if options.device_tokens is not None:
         return options.device_tokens
-    users_tokens = int(1.1 * options.users * longest_tokens)
-    return max(users_tokens, int(0.35 * working_tokens))
+    block_tokens = int(facts["block_tokens"])
+    longest_blocks = -(-longest_tokens // block_tokens) + 1
+    users_tokens = options.users * longest_blocks * block_tokens
+    return int(facts["groups"]) * max(users_tokens, int(0.35 * working_tokens))

@@ -36,7 +36,7 @@ KEPT_TIMES = 500
 KEPT_CLEARED = 50_000
 COMPUTED, DEVICE = "computed", "device"
 _NOTHING_RESTORED = (
-    "kvtier restored nothing: nothing is proved; give more --sessions, or the engine a smaller cache"
+    "kvtier restored nothing: nothing is proved; give more --sessions, or the engine less cache"
 )
 
 
@@ -290,9 +290,7 @@ class Record:
             out.append(finding(UNCLEAR, "no_answers", "not one request was answered"))
         restored = sum(n for name, n in self.hits.totals.items() if name not in {COMPUTED, DEVICE})
         if self.tally.answered and not restored and not interrupted:
-            out.append(
-                finding(UNCLEAR, "nothing_restored", _NOTHING_RESTORED)
-            )
+            out.append(finding(UNCLEAR, "nothing_restored", _NOTHING_RESTORED))
         if self.noise.alone > self.options.limit(self.noise) / 2:
             out.append(
                 finding(VLLM, "noise", f"equal requests differ by {self.noise.alone:.4f} already")
