@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import signal
+import statistics
 import subprocess
 import sys
 import threading
@@ -49,6 +51,8 @@ FAULTS = (
 )
 OUTAGES = FAULTS[:5]
 RUNNING: list[Engine] = []
+ROUNDS = 10
+GROWTH_MIB = 12  # over six rounds: less than 2 MiB a round
 SEEDS = {f"{way}-{fault.__name__}": 100 + 2 * i + j
          for i, fault in enumerate(FAULTS) for j, way in enumerate(("load", "save"))}  # fmt: skip
 SEEDS.update(shared=300, gone=301, reset=302, unreachable=303, policy=304, monitor=305, start=306)
@@ -142,6 +146,12 @@ class Subject:
             time.sleep(0.05)
 
 
+def rss_mib():
+    """Memory of this process that is in RAM."""
+    pages = int(Path("/proc/self/statm").read_text().split()[1])
+    return pages * os.sysconf("SC_PAGE_SIZE") / (1 << 20)
+
+
 def our_threads():
     return sorted(t.name for t in threading.enumerate() if t.name.startswith("kvtier"))
 
@@ -203,8 +213,22 @@ def test_a_fault_during_a_save(engine, store, kind):
     engine.ask_until_restored(name)
 
 
-def test_nothing_is_left_of_the_faults(engine):
-    """After all of them no page, block, job or thread is held, and the catalog is sound."""
+def test_nothing_is_left_of_the_faults(engine, store):
+    """After all of them no page, block, job or thread is held, and memory does not grow."""
+    sizes_mib = []
+    for number in range(ROUNDS):
+        fault = OUTAGES[number % len(OUTAGES)](store)
+        fault.strike()
+        try:
+            for name in ("shared", "gone", "reset"):
+                engine.ask(name)
+        finally:
+            fault.mend()
+        engine.ask_until_restored("shared")
+        engine.engine.drain()
+        sizes_mib.append(rss_mib())
+    grown_mib = statistics.median(sizes_mib[-3:]) - statistics.median(sizes_mib[1:4])
+    assert grown_mib < GROWTH_MIB, sizes_mib
     engine.engine.assert_clean()
     assert our_threads() == engine.engine.threads_at_start
 
