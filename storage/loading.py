@@ -5,8 +5,8 @@ Guarantees, for every job:
 - `LoadDone` is reported exactly once, and after it no byte of this job can
   reach a device block: a copy begins only while the job is open, and the
   report waits for copies that have begun.
-- `LoadRetired` is reported exactly once, when no thread holds the job's RAM
-  pages any more; a read that never returns delays only this.
+- `LoadRetired` is reported exactly once, after `LoadDone`, when no thread holds
+  the job's RAM pages any more; a read that never returns delays only this.
 
 A missing or damaged chunk ends the load as soon as what comes before it has
 landed. The chunks behind it are still read and verified, when no thread has
@@ -37,7 +37,8 @@ class LoadState:
     """Progress of one `LoadJob`. Thread-safe.
 
     Args:
-        emit: takes the events, from whichever thread finishes.
+        emit: takes the events, from whichever thread finishes; called under the lock, so
+            that they come in order and none is on its way once `close` returns.
         after: the mover's fence that device copies wait for.
     """
 
@@ -64,6 +65,7 @@ class LoadState:
         self._checking = True  # but what is there is checked, unless the tier itself fails
         self._closed_as: ChunkStatus | None = None
         self._done = False
+        self._retired = False
         self._doomed = False
 
     @property
@@ -73,17 +75,16 @@ class LoadState:
 
     @property
     def retired(self) -> bool:
-        """Whether every chunk's task has ended."""
-        return self._left == 0
+        """Whether `LoadRetired` has been reported: every chunk's task has ended."""
+        return self._retired
 
     def start(self, *, doomed: bool) -> None:
         """Report at once a job that has nothing to do, or one that cannot be done."""
         with self._lock:
             self._doomed = doomed
             self._left = 0
-            done = self._take_done()
-        self._report(done)
-        self._emit(LoadRetired(self.job.job_id, bytes(self._filled)))
+            self._tell_done_if_over()
+            self._tell_retired_if_over()
 
     def need(self, index: int) -> Need:
         """Say whether reading chunk ``index`` still makes sense, and what for."""
@@ -105,8 +106,7 @@ class LoadState:
         """The copy is over: no byte of it is under way any more."""
         with self._lock:
             self._copies -= 1
-            done = self._take_done()
-        self._report(done)
+            self._tell_done_if_over()
 
     def filled(self, index: int) -> None:
         """Chunk ``index``'s own RAM pages hold its verified bytes."""
@@ -125,13 +125,8 @@ class LoadState:
                 self._first_bad = min(self._first_bad, index)
                 # A chunk that was passed over says nothing about the tier.
                 self._checking &= status in _LOST or status is ChunkStatus.CANCELLED
-            done = self._take_done()
-            left = self._left
-        self._report(done)
-        if left == 0:
-            self._emit(
-                LoadRetired(self.job.job_id, bytes(self._filled), tuple(sorted(self._lost_late)))
-            )
+            self._tell_done_if_over()
+            self._tell_retired_if_over()
 
     def close(self, why: ChunkStatus) -> bool:
         """Let no further copy and no read begin, and report as soon as no copy is under way.
@@ -144,26 +139,27 @@ class LoadState:
             self._closed_as = why
             if self._done:
                 return False
-            done = self._take_done()
-        self._report(done)
+            self._tell_done_if_over()
         return True
 
-    def _take_done(self) -> LoadDone | None:
+    def _tell_done_if_over(self) -> None:
         over = (
             self._left == 0
             or self._closed_as is not None
             or (self._first_bad < len(self._ended) and 0 not in self._ended[: self._first_bad])
         )
         if self._done or not over or self._copies:
-            return None
+            return
         self._done = True
         if self._closed_as is not None:
             for i, status in enumerate(self._statuses):
                 if status == ChunkStatus.NOT_ATTEMPTED:
                     self._statuses[i] = self._closed_as
         ok = not self._doomed and all(s == ChunkStatus.OK for s in self._statuses)
-        return LoadDone(self.job.job_id, self.job.request_id, bytes(self._statuses), ok)
+        self._emit(LoadDone(self.job.job_id, self.job.request_id, bytes(self._statuses), ok))
 
-    def _report(self, event: Event | None) -> None:
-        if event is not None:
-            self._emit(event)
+    def _tell_retired_if_over(self) -> None:
+        if self._left == 0:
+            lost = tuple(sorted(self._lost_late))
+            self._emit(LoadRetired(self.job.job_id, bytes(self._filled), lost))
+            self._retired = True

@@ -74,6 +74,52 @@ def test_close_waits_for_a_copy_under_way(events):
     assert kinds(events) == [LoadDone, LoadRetired]
 
 
+class SlowTeller:
+    """Takes events, but is held up in the middle of taking the first one."""
+
+    def __init__(self):
+        self.events = []
+        self.held = threading.Event()
+        self.go_on = threading.Event()
+
+    def __call__(self, event):
+        if not self.held.is_set():
+            self.held.set()
+            self.go_on.wait(5.0)
+        self.events.append(event)
+
+
+def test_retired_is_told_after_done_whichever_thread_is_quicker():
+    """A thread that is held up while it tells of a bad chunk is not overtaken by the last one."""
+    told = SlowTeller()
+    state = LoadState(job_of(2), 100.0, told)
+    slow = threading.Thread(target=state.finish, args=(0, ChunkStatus.DAMAGED))
+    slow.start()
+    assert told.held.wait(5.0)
+    last = threading.Thread(target=state.finish, args=(1, ChunkStatus.OK))
+    last.start()
+    last.join(0.1)
+    assert not state.retired
+    told.go_on.set()
+    slow.join()
+    last.join()
+    assert kinds(told.events) == [LoadDone, LoadRetired]
+    assert state.retired
+
+
+def test_no_event_is_on_its_way_once_a_load_is_closed():
+    """Who closes a load that has just ended finds it told: a clear takes back what it says."""
+    told = SlowTeller()
+    state = LoadState(job_of(1), 100.0, told)
+    last = threading.Thread(target=state.finish, args=(0, ChunkStatus.OK))
+    last.start()
+    assert told.held.wait(5.0)
+    threading.Timer(0.1, told.go_on.set).start()
+    assert not state.close(ChunkStatus.CANCELLED)
+    assert LoadDone(7, "r", bytes([1]), ok=True) in told.events
+    last.join()
+
+
 def test_a_bad_chunk_ends_the_load_when_those_before_it_have_landed(events):
     """The request does not wait for what is behind a bad chunk, and no byte of that reaches it."""
     state = state_of(events, 4)
