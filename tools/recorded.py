@@ -57,7 +57,7 @@ class Recorded:
 def find_request(path: str, request_id: str) -> Recorded:
     """Return the newest request of this name in a recording, or in a folder of them. Blocking.
 
-    vLLM appends a suffix to the ids that its log shows: the name may leave it out.
+    The id may be the one in vLLM's answer or the longer one in its log.
 
     Raises:
         CommandError: no such request, or no recording.
@@ -93,7 +93,7 @@ def _find_in(path: str, request_id: str) -> tuple[Recorded | None, int]:
     part: list[bytes] = []
     found: Recorded | None = None
     n_found = 0
-    mark = json.dumps(request_id)[:-1].encode()  # parse only what can be it
+    mark = json.dumps(request_id)[1:-1].encode()  # parse only what can be it
     for number, raw in enumerate(lines, 1):
         if b'"format"' in raw:
             header, part = _header(path, number, raw), []
@@ -103,13 +103,23 @@ def _find_in(path: str, request_id: str) -> tuple[Recorded | None, int]:
         part.append(raw)
         if mark in raw:
             line = _object(path, number, raw)
-            name = str(line.get("request"))
-            if name == request_id or name.rpartition("-")[0] == request_id:
+            if _means(str(line.get("request")), request_id):
                 n_found += 1
                 found = _recorded(path, header, part, line)
     if not header:
         raise CommandError(f"{path} is no recording of kvtier", ExitCode.WRONG_FORMAT)
     return found, n_found
+
+
+def _means(recorded: str, request_id: str) -> bool:
+    """Whether a recorded id is the one that a person has seen.
+
+    vLLM puts a number before the ids of a request's several answers (``0_``), and prompt
+    numbers and a random suffix after all (``-0-8a13fa92``).
+    """
+    number, _, rest = recorded.partition("_")
+    name = rest if number.isdigit() else recorded
+    return request_id in {recorded, name} or name.startswith(f"{request_id}-")
 
 
 def _header(path: str, number: int, raw: bytes) -> dict[str, Any]:

@@ -300,6 +300,8 @@ def test_a_recorded_request_is_explained_like_its_tokens(store, prompt, tmp_path
             ("chatcmpl-1-cd34", [*tokens[:160], *other[160:]], 2),
             ("chatcmpl-1-ef56", tokens, 3),
             ("chatcmpl-17-ab12", other, 4),
+            ("cmpl-5-0-ab12", tokens, 5),
+            ("1_chatcmpl-6-ab12", tokens[:200], 6),
         ],
     )
     by_tokens = asked(store, path)
@@ -326,6 +328,9 @@ def test_a_recorded_request_is_explained_like_its_tokens(store, prompt, tmp_path
     found, _ = by_id(store, tmp_path / "rec", "chatcmpl-1-cd34")
     assert found["prompt_tokens"] == 300
     assert found["namespaces"][0]["hit_tokens"] == 128
+    for name, recorded in (("cmpl-5", "cmpl-5-0-ab12"), ("chatcmpl-6", "1_chatcmpl-6-ab12")):
+        found, _ = by_id(store, tmp_path / "rec", name, "--no-check")
+        assert found["request"]["request"] == recorded
     found, _ = by_id(store, tmp_path / "rec", "chatcmpl-17-ab12", "--no-check")
     assert found["namespaces"][0]["reason"] == "never_stored"
 
