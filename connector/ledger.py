@@ -130,8 +130,9 @@ class Ledger:
     def open_load(self, job: LoadJob, entries: Sequence[Entry], filling: Sequence[bool]) -> None:
         """Note a load; entries with pages in use are pinned already."""
         n = len(job.chunks)
-        for entry, fills in zip(entries, filling, strict=True):
-            entry.loads += fills
+        if job.request_id:
+            for entry, fills in zip(entries, filling, strict=True):
+                entry.loads += fills
         self._loads[job.job_id] = _Load(
             job,
             tuple(entries),
@@ -181,8 +182,9 @@ class Ledger:
         load.dones_left -= 1
         if load.dones_left:
             return None
-        for entry, fills in zip(load.entries, load.filling, strict=True):
-            entry.loads -= fills
+        if load.job.request_id:
+            for entry, fills in zip(load.entries, load.filling, strict=True):
+                entry.loads -= fills
         return LoadOutcome(load.job, tuple(ChunkStatus(s) for s in load.worst), load.ok)
 
     def load_retired(self, event: LoadRetired) -> LoadEnd:

@@ -86,15 +86,23 @@ def test_records_come_up_in_their_order():
     assert {c.source for c in half.plan().loads[0].chunks} == {RAM}
 
 
-def test_a_request_waits_for_what_is_on_its_way():
-    """A lookup in the meantime does not load the same chunk twice."""
+def test_a_request_does_not_wait_for_what_a_wish_brings():
+    """What is read when no thread has anything better to do may be long in coming."""
     half, request, wish = half_of()
     half.wishes.put(wish)
     half.half.on_new_request(request)
     (job,) = half.plan().loads
-    assert half.half.lookup(request, 0) == (None, False)
-    half.load_ends(job)
     assert half.half.lookup(request, 0) == (192, True)
+    half.admit(request, 192)
+    (own,) = half.plan().loads
+    assert [(c.source, c.pages) for c in own.chunks] == [("disk", None)] * 3
+    half.load_ends(own)
+    half.load_ends(job)
+    half.plan()
+    assert wish.as_dict()["loaded"] == 3
+    assert half.half.lookup(request, 0) == (192, True)
+    half.half.finished(request, half.tables["a"])
+    assert half.at_rest()
 
 
 def test_few_at_a_time_and_half_of_ram():
