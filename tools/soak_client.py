@@ -39,12 +39,17 @@ class ChildEngine:
         self, log_path: str | None = None, environment: Mapping[str, str] | None = None
     ) -> None:
         self.facts: dict[str, Any] = {}
+        self._environment = {**os.environ, **(environment or {})}
         self._lock = threading.Lock()
         self._waiting: dict[str, queue.Queue[dict[str, Any]]] = {}
         self._numbers = itertools.count()
         self._log: deque[str] = deque(maxlen=LOG_LINES)
         self._log_path = log_path
+        self._spawn()
+
+    def _spawn(self) -> None:
         self._gone = False
+        self._used = False
         self._process = subprocess.Popen(
             [sys.executable, "-m", "kvtier.tools.soak_child"],
             stdin=subprocess.PIPE,
@@ -54,7 +59,7 @@ class ChildEngine:
             errors="replace",
             bufsize=1,
             start_new_session=True,  # Ctrl-C is the soak's to handle
-            env={**os.environ, **(environment or {})},
+            env=self._environment,
         )
         self._readers = [
             threading.Thread(target=self._read_replies, daemon=True),
@@ -84,6 +89,11 @@ class ChildEngine:
         Raises:
             SoakError: it does not start; holds what it said.
         """
+        if self._used and "speculative_config" in options.get("more", {}):
+            # n-gram speculation brings numba, beside which vLLM starts no second engine.
+            self.close()
+            self._spawn()
+        self._used = True
         name, self._import = self._import, None
         if name is not None:
             self._wait(name, START_TIMEOUT_S)

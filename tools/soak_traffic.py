@@ -23,6 +23,7 @@ MIN_CONTEXT_TOKENS = 256
 SYSTEM_PROMPTS = 2
 SYSTEM_SHARE = 0.2  # of the context
 MIN_BLOCKS = 8  # a recorded prompt with less is left out
+LIKE_SHARE = 0.4  # shortest of the chosen sessions, in parts of the longest
 MAX_UNITS = 256  # runs of tokens that a recorded prompt becomes at most
 
 
@@ -207,7 +208,8 @@ def trace_sessions(
     """Return sessions of a trace, chosen and thinned from the seed.
 
     Of a long session ``turns`` calls are kept, spread over it, so that prompts grow by what
-    several calls brought. The longest chosen prompt fills the context.
+    several calls brought. Sessions are chosen among those of a like length, for all are scaled
+    alike (what they share must stay shared) and the longest fills the context.
     """
     by_session: dict[int, list[Request]] = {}
     for request in trace.requests:
@@ -215,6 +217,9 @@ def trace_sessions(
             by_session.setdefault(request.session, []).append(request)
     usable = sorted(number for number, calls in by_session.items() if len(calls) >= 2)
     rng = random.Random(f"{options.seed}/trace")  # noqa: S311
+    usable = _of_like_length(
+        {n: max(len(r.nodes) for r in by_session[n]) for n in usable}, options.sessions
+    )
     chosen = sorted(rng.sample(usable, min(options.sessions, len(usable))))
     thinned = {number: _spread(by_session[number], options.turns) for number in chosen}
     longest = max((len(r.nodes) for calls in thinned.values() for r in calls), default=1)
@@ -225,6 +230,15 @@ def trace_sessions(
         TraceSession(f"{trace.name}-{number}", calls, stride, unit_tokens, options, open_stream)
         for number, calls in thinned.items()
     ]
+
+
+def _of_like_length(blocks: dict[int, int], at_least: int) -> list[int]:
+    """Return the sessions from two fifths to all of what nine in ten do not exceed, if enough are."""
+    if not blocks:
+        return []
+    most = sorted(blocks.values())[(len(blocks) - 1) * 9 // 10]
+    like = sorted(n for n, length in blocks.items() if LIKE_SHARE * most <= length <= most)
+    return like if len(like) >= at_least else sorted(blocks)
 
 
 def _spread(calls: Sequence[Request], turns: int) -> list[Request]:
