@@ -119,6 +119,46 @@ QWEN3_NEXT = TinyModel(
     shows_damage_in_tokens=False,
 )
 
+
+@dataclass(frozen=True)
+class RecurrentDrafting(TinyModel):
+    """Qwen3-Next with a draft layer; embeddings so large that a few drafts are right."""
+
+    @property
+    def speculation(self) -> dict:
+        """What vLLM is to be told."""
+        return {"method": "mtp", "num_speculative_tokens": 2}
+
+    def _make(self, out: Path) -> None:
+        import torch
+        from safetensors.torch import load_file, save_file
+
+        super()._make(out)
+        weights = load_file(str(out / "model.safetensors"))
+        weights["model.embed_tokens.weight"] *= 40
+        n, dtype = self.config["hidden_size"], getattr(torch, self.dtype)
+        layer = "model.layers.3."
+        head = {
+            name.replace(layer, "mtp.layers.0."): value.clone()
+            for name, value in weights.items()
+            if name.startswith(layer)
+        }
+        for norm in ("norm", "pre_fc_norm_embedding", "pre_fc_norm_hidden"):
+            head[f"mtp.{norm}.weight"] = torch.zeros(n, dtype=dtype)
+        reads_embedding = torch.cat([40 * torch.eye(n), torch.zeros(n, n)], 1)
+        head["mtp.fc.weight"] = reads_embedding.to(dtype).contiguous()
+        save_file(weights | head, str(out / "model.safetensors"), metadata={"format": "pt"})
+
+
+QWEN3_NEXT_MTP = RecurrentDrafting(
+    "tiny-qwen3-next-mtp",
+    QWEN3_NEXT.config_class,
+    {**QWEN3_NEXT.config, "num_nextn_predict_layers": 1},
+    dtype="bfloat16",
+    groups=3,
+    shows_damage_in_tokens=False,
+)
+
 QWEN3_NEXT_DEEP = TinyModel(  # as published ones: three recurrent groups, several layers each
     "tiny-qwen3-next-deep",
     QWEN3_NEXT.config_class,

@@ -71,6 +71,8 @@ def differing(answers, right):
 @pytest.mark.parametrize("ram_over_disk", [False, True], ids=["ram", "ram-over-disk"])
 def test_preempted_chunked_and_restored_at_once(squeeze, right, ram_over_disk, tmp_path):
     """Four uneven requests in a pool for fewer, three times over: all end, all are right."""
+    if squeeze.model is models.LLAMA4 and not ram_over_disk:
+        pytest.skip("the other windowed models tell as much")
     settings = {"ram": "64MiB"}
     if ram_over_disk:
         settings = {"ram": "6MiB", "disk": str(tmp_path), "disk_capacity": "1GiB"}
