@@ -224,8 +224,8 @@ def trace_sessions(
     thinned = {number: _spread(by_session[number], options.turns) for number in chosen}
     longest = max((len(r.nodes) for calls in thinned.values() for r in calls), default=1)
     room_tokens = options.context_tokens - options.answer_tokens
-    stride = -(-longest // min(MAX_UNITS, room_tokens))
-    unit_tokens = max(1, room_tokens // max(1, longest // stride))
+    unit_tokens = -(-room_tokens // min(MAX_UNITS, room_tokens, longest))
+    stride = -(-longest // (room_tokens // unit_tokens))
     return [
         TraceSession(f"{trace.name}-{number}", calls, stride, unit_tokens, options, open_stream)
         for number, calls in thinned.items()
@@ -233,7 +233,7 @@ def trace_sessions(
 
 
 def _of_like_length(blocks: dict[int, int], at_least: int) -> list[int]:
-    """Return the sessions from two fifths to all of what nine in ten do not exceed, if enough are."""
+    """Return the sessions as long as most, the longest tenth left out, if there are enough."""
     if not blocks:
         return []
     most = sorted(blocks.values())[(len(blocks) - 1) * 9 // 10]
