@@ -15,7 +15,8 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from itertools import count
 from typing import Any
 
 import numpy as np
@@ -47,6 +48,7 @@ class SaveTracker:
         blocked: nothing of this request is to be stored.
         prompt_tail_tokens: where the prompt's tail that was planned ends.
         age: of the request's chunks in RAM, see `Catalog.age`.
+        number: of the request, no other's.
     """
 
     saved_tokens: int = 0
@@ -54,6 +56,7 @@ class SaveTracker:
     blocked: bool = False
     prompt_tail_tokens: int = 0
     age: int | None = None
+    number: int = field(default_factory=count().__next__)
 
     def rewind(self) -> None:
         """Something that was kept is lost: look again, from the start, at what is to be saved."""
@@ -87,7 +90,7 @@ class SavePlanner:
         self._next_job_id = next_job_id
         self._generation = generation
         self._policy = policy
-        self._seen: OrderedDict[bytes, int] = OrderedDict()
+        self._seen: OrderedDict[bytes, tuple[int, int]] = OrderedDict()  # requests, the last one
         self._database = ChunkedTokenDatabase(geometry)
         self._jobs: list[SaveJob] = []
         self._write_back = WriteBack(catalog, ledger, policy, next_job_id, generation)
@@ -162,7 +165,7 @@ class SavePlanner:
         spans = (
             (group, at, at + chunk) for at in range(start, last, chunk) for group in self._attention
         )
-        refused = self._plan(hashes, table, spans, self._age(tracker), final=final)
+        refused = self._plan(hashes, table, spans, tracker, final=final)
         reached = last if refused is None else refused
         if reached > start:
             tracker.saved_tokens = reached
@@ -253,7 +256,7 @@ class SavePlanner:
         end = min(valid, hashed) // unit * unit
         start = end // chunk * chunk
         spans = [(group, start, end) for group in groups if end > start]
-        return self._plan(hashes, table, spans, self._age(tracker), final=final)
+        return self._plan(hashes, table, spans, tracker, final=final)
 
     def plan_states(
         self,
@@ -283,31 +286,37 @@ class SavePlanner:
             if tokens > len(hashes) * unit:
                 continue
             boundaries.add(tokens)
-            self._plan_state(hashes, group, block, tokens, self._age(tracker))
+            self._plan_state(hashes, group, block, tokens, tracker)
         for tokens in sorted(boundaries):
             start = (tokens - 1) // chunk * chunk
             if tokens % chunk:
                 spans += [(group, start, tokens) for group in self._attention]
-        self._plan(hashes, table, spans, self._age(tracker))
+        self._plan(hashes, table, spans, tracker)
 
     def _plan_state(
-        self, hashes: Sequence[bytes], group: GroupGeometry, block: int, tokens: int, age: int
+        self,
+        hashes: Sequence[bytes],
+        group: GroupGeometry,
+        block: int,
+        tokens: int,
+        tracker: SaveTracker,
     ) -> None:
         key = self._database.key_at(hashes, tokens, group.group_id)
         start = (tokens - 1) // self._geometry.chunk_tokens * self._geometry.chunk_tokens
-        self._emit([(key, group, start, tokens, [block])], age)
+        self._emit([(key, group, start, tokens, [block])], tracker)
 
     def _plan(
         self,
         hashes: Sequence[bytes],
         table: Sequence[Sequence[int]],
         spans: Iterable[tuple[GroupGeometry, int, int]],
-        age: int,
+        tracker: SaveTracker,
         *,
         final: bool = True,
     ) -> int | None:
         """Queue the chunks of ``spans``; return where the first one begins that has to wait."""
-        return self._emit(self._wanted(hashes, table, spans, age), age, final=final)
+        wanted = self._wanted(hashes, table, spans, self._age(tracker))
+        return self._emit(wanted, tracker, final=final)
 
     def _wanted(
         self,
@@ -329,8 +338,11 @@ class SavePlanner:
                 continue
             yield key, group, start, end, list(blocks)
 
-    def _emit(self, wanted: Iterable[Wanted], age: int, *, final: bool = True) -> int | None:
+    def _emit(
+        self, wanted: Iterable[Wanted], tracker: SaveTracker, *, final: bool = True
+    ) -> int | None:
         """Reserve pages for chunks that are nowhere yet and queue one job for them."""
+        age = self._age(tracker)
         refused: int | None = None
         chunks: list[SaveChunk] = []
         entries: list[Entry] = []
@@ -342,7 +354,7 @@ class SavePlanner:
             if (crowded or not self._catalog.has_room(len(blocks))) and not final:
                 refused = start
                 break
-            if self._policy.min_uses > 1 and not self._seen_enough(key):
+            if self._policy.min_uses > 1 and not self._seen_enough(key, tracker.number):
                 self._counts.add("save_skipped_chunks.min_uses")
                 continue
             if crowded:
@@ -374,12 +386,13 @@ class SavePlanner:
         entry.used = max(entry.used, used)
         return entry.ram is not RamState.ABSENT or self._catalog.source_of(entry) is not None
 
-    def _seen_enough(self, key: bytes) -> bool:
-        """Count a meeting with a chunk that is nowhere; True when it is to be saved."""
-        n = self._seen.pop(key, 0) + 1
+    def _seen_enough(self, key: bytes, request: int) -> bool:
+        """Count the requests that met a chunk which is nowhere; True when it is to be saved."""
+        n, last = self._seen.pop(key, (0, -1))
+        n += last != request  # once each: at its prompt's end, at its own, after a preemption
         if n >= self._policy.min_uses:
             return True
-        self._seen[key] = n
+        self._seen[key] = (n, request)
         if len(self._seen) > MAX_SEEN:
             self._seen.popitem(last=False)
         return False

@@ -317,6 +317,20 @@ def test_min_uses():
         assert len(spans(half.plan(**{name: 64}))) == saved
 
 
+def test_one_request_is_one_use():
+    """A tail that a request meets at its prompt's end and again at its own was used once."""
+    half = Half(write=WritePolicy(through=("disk",), min_uses=2))
+    for name, saved in (("a", []), ("b", [(0, 64), (64, 96)])):
+        request = prompt_of(half, 100, name, n_tokens=102)
+        spanned = spans(half.plan(**{name: 100}))
+        request.num_computed_tokens = 40  # preempted, and resumed on blocks of the device
+        spanned += spans(half.plan(**{name: 61}))
+        request.num_computed_tokens = 101
+        finish(half, request)
+        spanned += spans(half.plan())
+        assert [s[1:3] for s in spanned] == saved
+
+
 def fill_ram(half, *, written):
     """Save chunks that only RAM holds until it is full; return the keys of all write-backs."""
     back = []
