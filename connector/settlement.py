@@ -126,8 +126,9 @@ def note_failure(tracker: Tracker, outcome: LoadOutcome) -> None:
     if ChunkStatus.COPY_FAILED in statuses:
         tracker.failures = MAX_LOAD_FAILURES
     elif statuses & _TIER_FAILED:
+        # What came after the tier's chunk (another group's) was not even tried.
         late_ram = any(
-            chunk.source == RAM and status is not ChunkStatus.OK
+            chunk.source == RAM and status is ChunkStatus.DEADLINE
             for chunk, status in _chunks(outcome)
         )
         if late_ram or tracker.ram_only:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from kvtier.connector.admission import SHARED_LOAD_WAIT_S
+from kvtier.connector.geometry import GroupKind
 from kvtier.connector.lookup import MissReason
 from kvtier.connector.plan import RankReport
 from kvtier.connector.tier_states import INDEX_WAIT_S
@@ -243,6 +244,25 @@ def test_a_tail_below_ram_does_not_cost_the_ram_part(status):
     assert half.half.lookup(request, 0) == (96, True)
     half.admit(request, 96)
     half.load_ends(the_load(half), OK, status)
+    assert half.half.lookup(request, 0) == (64, True)
+
+
+def test_ram_chunks_that_were_not_tried_do_not_cost_the_ram_part():
+    """Groups follow each other in a load: a tier that fails the first one spares the second."""
+    half = Half(geometry_of(group(0), group(1, GroupKind.SLIDING_WINDOW, window=33)))
+    request = request_of("a", 200)
+    for end, group_id, in_ram in ((64, 0, True), (128, 0, False), (64, 1, True), (128, 1, True)):
+        key = half.on_tier(request, end, group_id)
+        if in_ram:
+            entry = half.catalog.begin_promote(key, 2 if group_id else 4)
+            half.catalog.filled(entry, True)
+            half.catalog.unpin(entry)
+    half.half.on_new_request(request)
+    assert half.half.lookup(request, 0) == (128, True)
+    half.admit(request, 128)
+    job = the_load(half)
+    assert [(c.group, c.source) for c in job.chunks] == [(0, RAM), (0, "disk"), (1, RAM)]
+    half.load_ends(job, OK, ChunkStatus.TIER_DOWN, ChunkStatus.NOT_ATTEMPTED)
     assert half.half.lookup(request, 0) == (64, True)
 
 
