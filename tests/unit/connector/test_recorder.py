@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import fcntl
+import hashlib
+import itertools
 import json
 import os
 import random
@@ -39,7 +41,7 @@ def hashes_of(*parts):
     out, before = [], b""
     for name, n in parts:
         for i in range(n):
-            before = random.Random((before, name, i).__repr__()).randbytes(32)
+            before = hashlib.sha256(before + f"{name} {i}".encode()).digest()
             out.append(before)
     return out
 
@@ -193,7 +195,9 @@ def test_a_folder_that_cannot_be_written(tmp_path, caplog):
 
     one("a")
     one("b")
-    assert made.counts.take() == {"recording_dropped_requests": 2}
+    clock.now_s += recorder_module.RETRY_S
+    one("b2")
+    assert made.counts.take() == {"recording_dropped_requests": 3}
     folder.unlink()
     clock.now_s += recorder_module.RETRY_S
     one("c")
@@ -201,6 +205,27 @@ def test_a_folder_that_cannot_be_written(tmp_path, caplog):
     assert made.counts.take() == {"recorded_requests": 1}
     assert [line[1]["request"] for line in lines_of(folder)] == ["c"]
     assert [r.getMessage().partition(":")[0] for r in caplog.records] == ["kvtier", "kvtier"]
+
+
+def test_a_part_refers_to_no_other(tmp_path):
+    """A session that goes on over many parts: each part alone, and all together, read alike."""
+    chain, chains = [("s", 5)], []
+    for n in range(40):
+        chain.append((f"turn{n}", 2))
+        chains.append(hashes_of(*chain))
+    record(tmp_path, [request(f"r{i}", c, at_s=i) for i, c in enumerate(chains)], 40_000)
+    parts = sorted(tmp_path.glob("*.jsonl"))
+    assert len(parts) > 1
+    done = 0
+    for part in parts:
+        for found in read_trace(str(part)).requests:
+            assert len(found.nodes) == len(chains[done])
+            done += 1
+    assert done == 40
+    requests = read_trace(str(tmp_path)).requests
+    for before, after in itertools.pairwise(requests):
+        assert after.nodes.tolist()[: len(before.nodes)] == before.nodes.tolist()
+    assert len({r.session for r in requests}) == 1
 
 
 def test_memory_of_chains_is_bounded():

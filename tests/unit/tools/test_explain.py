@@ -18,6 +18,7 @@ from kvtier.connector.recorder import Recorder
 from kvtier.connector.request_options import RequestOptions
 from kvtier.storage.key import chunk_key, key_name
 from kvtier.storage.tier import RecordSpec
+from kvtier.tools.recorded import find_request
 from kvtier.tools.redis_server import RedisServer
 
 from .stores import NAMESPACES, Folder, Server, golden, kvtier
@@ -343,6 +344,27 @@ def test_recorded_hashes_of_another_kind(store, prompt, tmp_path):
     found, _ = by_id(store, tmp_path / "rec", "r-1")
     assert [v["reason"] for v in found["namespaces"]] == ["unknown"]
     assert "another way" in found["namespaces"][0]["detail"]
+
+
+def test_hashes_are_put_together_from_earlier_requests(tmp_path):
+    """A request that shares with one that shares: each by its own part."""
+    header = {"format": "kvtier-recording", "version": 1, "block_tokens": 16, "started_at_s": 5.0}
+    rows = [(None, "aa bb cc dd"), ([0, 2], "ee ff 77"), ([1, 3], "88"), ([2, 4], ""), ([3, 2], "")]
+    lines = [header]
+    for number, (base, hashes) in enumerate(rows):
+        line = {"t": 1, "request": f"r-{number}", "prompt_tokens": 64, "hashes": hashes.split()}
+        lines.append(line if base is None else {**line, "base": base})
+    path = tmp_path / "recording.jsonl"
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    found = [find_request(str(path), f"r-{n}") for n in range(5)]
+    assert [f.at_s for f in found] == [6.0] * 5
+    assert [" ".join(h.hex() for h in f.hashes) for f in found] == [
+        "aa bb cc dd",
+        "aa bb ee ff 77",
+        "aa bb ee 88",
+        "aa bb ee 88",
+        "aa bb",
+    ]
 
 
 def test_requests_that_cannot_be_found(prompt, tmp_path):

@@ -104,12 +104,13 @@ def test_recordings_are_read(tmp_path):
 def test_recordings_refer_to_requests_before(tmp_path):
     """`base` names a request of the same part and how much of its chain is shared."""
     more = {"t": 2, "prompt_tokens": 48, "output_tokens": 1, "base": [0, 1], "hashes": ["dd", "ee"]}
-    lines = [*RECORDING, more, RECORDING[0], {**RECORDING[1], "t": 3}]
-    lines.append({**more, "t": 4, "prompt_tokens": 64, "base": [0, 2], "hashes": ["ff", "gg"]})
+    again = {**RECORDING[1], "t": 3, "prompt_tokens": 48, "hashes": ["aa", "bb", "cc"]}
+    lines = [*RECORDING, more, RECORDING[0], again]
+    lines.append({**more, "t": 4, "prompt_tokens": 80, "base": [0, 3], "hashes": ["ff", "gg"]})
     found = chains(read_trace(write(tmp_path / "r.jsonl", lines)))
-    (aa, bb), (dd, ee), (ff, gg) = found[1], found[2][1:], found[4][2:]
-    assert found == [[aa], [aa, bb], [aa, dd, ee], [aa, bb], [aa, bb, ff, gg]]
-    assert len({aa, bb, dd, ee, ff, gg}) == 6
+    (aa, bb), (dd, ee), (cc, ff, gg) = found[1], found[2][1:], found[4][2:]
+    assert found == [[aa], [aa, bb], [aa, dd, ee], [aa, bb, cc], [aa, bb, cc, ff, gg]]
+    assert len({aa, bb, cc, dd, ee, ff, gg}) == 7
 
 
 def changed(line, **values):
