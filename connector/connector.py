@@ -99,6 +99,9 @@ class KVTierConnector(base.KVConnectorBase_V1, base.SupportsHMA):
 
     def _build_scheduler(self, geometry: Geometry) -> None:
         logger.info("kvtier: settings %s", self._settings.effective())
+        untested = engine_api.untested_engine()
+        if untested is not None:
+            logger.warning("kvtier: %s", untested)
         engine_api.check_settings(self._vllm)
         self._names = NamespaceSource(self._vllm, self._kv_cache_config, geometry, self._settings)
         self._scheduler = assembly.build_scheduler(

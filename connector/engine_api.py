@@ -20,6 +20,9 @@ if TYPE_CHECKING:
 BLOCK_COMPACT_LAYOUTS = frozenset({"LBHNC", "LBNHC", "BLHNC", "BLNHC"})
 """Layouts in which one layer's page of one block is one contiguous run."""
 
+TESTED_VERSIONS = ("0.31", "0.32")
+"""Of vLLM; decides about a warning and about nothing else."""
+
 BLOCK_OUTERMOST_LAYOUTS = frozenset({"BLHNC", "BLNHC", "BHLNC"})
 
 
@@ -232,6 +235,18 @@ def engine_version() -> str:
     except ImportError:
         return "unknown"
     return str(getattr(vllm, "__version__", "unknown"))
+
+
+def untested_engine() -> str | None:
+    """Return one line when this engine is no version that kvtier's tests have run on."""
+    version = engine_version()
+    known = version.split("+")[0].split(".")[:2] in [one.split(".") for one in TESTED_VERSIONS]
+    if known:
+        return None
+    return (
+        f"vLLM {version} is not among the versions that kvtier was tested with "
+        f"({', '.join(TESTED_VERSIONS)}); what it does not recognise it refuses"
+    )
 
 
 def device_type(vllm_config: Any) -> str:

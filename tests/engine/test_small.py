@@ -39,8 +39,14 @@ def test_more_prompts_than_ram_and_prompts_larger_than_ram(right, tmp_path):
         engine.assert_clean()
 
 
-def test_ram_that_is_full_of_nothing_else(right):
-    """RAM alone and too little of it: what was least recently used goes, nothing is wrong."""
+def test_ram_that_is_full_of_nothing_else(right, monkeypatch, caplog):
+    """RAM alone and too little of it: what was least recently used goes, nothing is wrong.
+
+    In an engine of a version that nobody has tried: one warning, and all the rest as ever.
+    """
+    monkeypatch.setattr(engine_api, "engine_version", lambda: "0.99.0")
+    ours = logging.getLogger("kvtier")
+    monkeypatch.setattr(ours, "handlers", [*ours.handlers, caplog.handler])
     with Engine(models.LLAMA, {"ram": "5MiB"}) as engine:
         for _ in range(2):
             for tokens, expected in zip(PROMPTS, right, strict=True):
@@ -50,6 +56,9 @@ def test_ram_that_is_full_of_nothing_else(right):
         assert answer.restored_tokens >= CHUNK_TOKENS
         assert answer.distance(right[-1]) <= FLOAT32_TOLERANCE
         engine.assert_clean()
+    told = {id(r): r.getMessage() for r in caplog.records if r.levelno >= logging.WARNING}
+    (line,) = [line for line in told.values() if "0.99.0" in line]
+    assert "not among the versions" in line
 
 
 def test_an_engine_that_is_not_understood_is_served_without_kvtier(right, monkeypatch, caplog):
