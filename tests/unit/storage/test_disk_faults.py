@@ -304,3 +304,37 @@ def test_ends_while_it_is_read(tmp_path, monkeypatch):
     assert caught.value.reason is DamageReason.TRUNCATED
     monkeypatch.undo()
     tier.close()
+
+
+@pytest.mark.parametrize("piece", [4096, 3 * 4096, 4 * 4096, 1 << 20])
+def test_records_are_read_in_pieces(tmp_path, monkeypatch, piece):
+    """However a record is cut for reading: its bytes, and damage or an end in every piece."""
+    monkeypatch.setattr(disk_file, "PIECE_BYTES", piece)
+    tier = open_tier(tmp_path)
+    for page in range(4):
+        fill(tier, [1])
+        assert read_back(tier, 1) == joined(payload_of(1))
+        with open(file_of(tmp_path, 1), "r+b") as file:
+            file.seek(4096 + page * 4096 + 77)
+            byte = file.read(1)[0]
+            file.seek(-1, os.SEEK_CUR)
+            file.write(bytes([byte ^ 1]))
+        with pytest.raises(RecordDamaged) as caught:
+            read_back(tier, 1)
+        assert caught.value.reason is DamageReason.PAYLOAD
+        tier.delete([key_of(1)])
+    fill(tier, [1])
+    real = os.fstat
+
+    def late(fd):
+        status = real(fd)
+        if status.st_size == RECORD:
+            os.truncate(file_of(tmp_path, 1), RECORD - 100)
+        return status
+
+    monkeypatch.setattr(disk_file.os, "fstat", late)
+    with pytest.raises(RecordDamaged) as caught:
+        read_back(tier, 1)
+    assert caught.value.reason is DamageReason.TRUNCATED
+    monkeypatch.undo()
+    tier.close()
