@@ -23,6 +23,7 @@ import socket
 import stat
 import struct
 import threading
+import time
 from queue import Full, Queue
 from typing import Any
 
@@ -78,8 +79,10 @@ class ControlServer:
                 visitor, _ = self._socket.accept()
             except TimeoutError:
                 continue
-            except OSError:
-                return
+            except OSError as error:  # too many open files, for a while
+                logger.debug("kvtier: nobody can visit the control socket: %r", error)
+                self._closing.wait(TELL_EVERY_S)
+                continue
             with visitor:
                 try:
                     self._serve(visitor)
@@ -102,11 +105,14 @@ class ControlServer:
             return
         try:
             while not request.over:
+                told_s = time.monotonic()
                 _tell(visitor, request.as_dict())
                 if self._closing.is_set() or (
-                    readable(visitor, TELL_EVERY_S) and not visitor.recv(1, socket.MSG_PEEK)
+                    readable(visitor, TELL_EVERY_S) and not visitor.recv(1 << 16)
                 ):
                     break
+                # What more a visitor says is not listened to, and must not hurry us.
+                self._closing.wait(TELL_EVERY_S - (time.monotonic() - told_s))
             _tell(visitor, request.as_dict())
         finally:
             request.cancel()
@@ -176,10 +182,12 @@ def _address(folder_fd: int, name: str) -> str:
 
 def _listen(folder_fd: int, name: str) -> socket.socket:
     made = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    early = f"{name}.new"  # under its name only when it listens: `_sweep` of another engine
     try:
-        made.bind(_address(folder_fd, name))
-        os.chmod(name, 0o600, dir_fd=folder_fd)
+        made.bind(_address(folder_fd, early))
+        os.chmod(early, 0o600, dir_fd=folder_fd)
         made.listen(_BACKLOG)
+        os.rename(early, name, src_dir_fd=folder_fd, dst_dir_fd=folder_fd)
         made.settimeout(TELL_EVERY_S)
     except BaseException:
         made.close()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import os
 import socket
@@ -352,6 +353,57 @@ def test_silent_and_talkative_visitors(server, monkeypatch):
         wish.end("done")
         assert answers(visitor)[-1]["state"] == "done"
         assert silent.recv(100) == b""
+
+
+def test_who_goes_on_talking_does_not_hurry_the_engine(server, monkeypatch):
+    """Bytes after the line are passed over, at the pace of the progress that is told."""
+    made, folder = server
+    tell, told = control._tell, []
+    monkeypatch.setattr(control, "_tell", lambda *args: told.append(1) or tell(*args))
+    with visit(folder) as visitor:
+        visitor.sendall(line([]))
+        wish = made.wishes.get(timeout=5)
+        for _ in range(5):
+            visitor.sendall(b"x")
+            time.sleep(0.1)
+        assert len(told) < 10
+        wish.end("done")
+
+
+def test_a_moment_without_descriptors_does_not_end_the_listening(server, monkeypatch):
+    """When `accept` fails, the next visitor is served all the same."""
+    made, folder = server
+    monkeypatch.setattr(control, "TELL_EVERY_S", 0.01)
+    real, failed = made._socket, threading.Event()
+
+    def accept():
+        if failed.is_set():
+            return real.accept()
+        failed.set()
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    made._socket = SimpleNamespace(accept=accept, close=real.close)
+    assert failed.wait(5)
+    with visit(folder) as visitor:
+        visitor.sendall(b"\n")
+        assert answers(visitor)[-1]["state"] == "refused"
+
+
+def test_a_socket_has_its_name_when_it_listens(tmp_path, monkeypatch):
+    """Another engine that starts now finds nothing that looks as if its engine were dead."""
+    seen, rename = [], os.rename
+
+    def look(*args, **kwargs):
+        seen.extend(os.listdir(tmp_path))
+        control._sweep(str(tmp_path), kwargs["src_dir_fd"])
+        rename(*args, **kwargs)
+
+    monkeypatch.setattr(os, "rename", look)
+    made = ControlServer(str(tmp_path))
+    assert len(seen) == 1
+    assert not seen[0].endswith(control.SUFFIX)
+    assert os.listdir(tmp_path) == [made._name]
+    made.close()
 
 
 def test_another_user_is_not_heard(server, monkeypatch):
