@@ -17,6 +17,8 @@ logger = logging.getLogger("kvtier.lanes")
 
 Task = Callable[[], None]
 
+SPARE_PATIENCE_S = 60.0  # whoever offers spare tasks holds something until they have run
+
 
 class Lane:
     """A queue of tasks and the threads that run them.
@@ -44,7 +46,7 @@ class Lane:
         self._max_stuck = max_stuck
         self._cond = threading.Condition()
         self._queue: deque[tuple[Task, int]] = deque()
-        self._spare: deque[tuple[Task, int]] = deque()
+        self._spare: deque[tuple[Task, int, float]] = deque()  # since when
         self._queued_bytes = 0
         self._busy: dict[int, float] = {}  # worker number -> since when
         self._stuck: set[int] = set()
@@ -79,7 +81,7 @@ class Lane:
     def offer(self, task: Task, n_bytes: int = 0, *, spare: bool = False) -> bool:
         """Queue a task; False when the lane is full or closed. Never blocks.
 
-        A ``spare`` task runs when no other waits.
+        A ``spare`` task runs when no other waits, or has waited for `SPARE_PATIENCE_S`.
         """
         with self._cond:
             full = (
@@ -89,7 +91,10 @@ class Lane:
             )
             if self._closed or full:
                 return False
-            (self._spare if spare else self._queue).append((task, n_bytes))
+            if spare:
+                self._spare.append((task, n_bytes, self._clock()))
+            else:
+                self._queue.append((task, n_bytes))
             self._queued_bytes += n_bytes
             self._cond.notify()
             return True
@@ -103,7 +108,7 @@ class Lane:
                     self._threads.pop(number, None)
                     self._stuck.discard(number)
                     return
-                task, n_bytes = (self._queue or self._spare).popleft()
+                task, n_bytes = self._next()
                 self._busy[number] = self._clock()
             try:
                 task()
@@ -113,6 +118,13 @@ class Lane:
                 with self._cond:
                     self._busy.pop(number, None)
                     self._queued_bytes -= n_bytes
+
+    def _next(self) -> tuple[Task, int]:
+        late_s = self._clock() - SPARE_PATIENCE_S
+        if self._queue and not (self._spare and self._spare[0][2] < late_s):
+            return self._queue.popleft()
+        task, n_bytes, _ = self._spare.popleft()
+        return task, n_bytes
 
     def poll(self) -> bool:
         """Replace threads stuck for longer than ``hang_s``; False when too many are.
@@ -137,9 +149,9 @@ class Lane:
         """Refuse new tasks and return those that had not started. Does not wait."""
         with self._cond:
             self._closed = True
-            waiting = [*self._queue, *self._spare]
+            waiting = [*self._queue, *((task, n_bytes) for task, n_bytes, _ in self._spare)]
             left = [task for task, _ in waiting]
-            self._queued_bytes -= sum(n for _, n in waiting)
+            self._queued_bytes -= sum(n_bytes for _, n_bytes in waiting)
             self._queue.clear()
             self._spare.clear()
             self._cond.notify_all()

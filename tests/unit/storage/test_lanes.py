@@ -7,7 +7,7 @@ import threading
 
 import pytest
 
-from kvtier.storage.lanes import Lane
+from kvtier.storage.lanes import SPARE_PATIENCE_S, Lane
 
 from .clock import FakeClock
 
@@ -69,6 +69,20 @@ def test_spare_tasks_come_last(lanes, clock):
     assert ran[-1] == "left"
     assert lane.queued_bytes == 0
     again.go.set()
+
+
+def test_spare_tasks_do_not_starve(lanes, clock):
+    """On a lane that always has something to do, a spare task has its turn after a while."""
+    lane, ran, held = lanes(1, clock), [], Held()
+    lane.offer(held)
+    assert held.began.wait(WAIT_S)
+    lane.offer(lambda: ran.append("spare"), spare=True)
+    clock.advance(SPARE_PATIENCE_S + 1)
+    lane.offer(lambda: ran.append("late spare"), spare=True)
+    lane.offer(lambda: ran.append("other"))
+    held.go.set()
+    assert settled(lane)
+    assert ran == ["spare", "other", "late spare"]
 
 
 def test_runs_every_task_once(lanes, clock):
