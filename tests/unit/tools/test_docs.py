@@ -21,7 +21,6 @@ from pathlib import Path
 from queue import Empty
 
 import pytest
-from typer.testing import CliRunner
 
 from kvtier.connector import config
 from kvtier.connector.control import ControlServer
@@ -29,9 +28,9 @@ from kvtier.connector.lookup import MissReason
 from kvtier.connector.metric_table import GAUGE, METRICS
 from kvtier.connector.settings import SETTINGS
 from kvtier.tools import reference
-from kvtier.tools.cli import app
 from kvtier.tools.redis_server import RedisServer
 
+from . import stores
 from .stores import Folder, Server
 from .test_explain import record, save
 
@@ -244,8 +243,8 @@ def test_examples_run(fence, place, monkeypatch):
     lines = text.splitlines()
     if all(line.startswith("kvtier ") for line in lines):
         for line in lines:
-            done = CliRunner().invoke(app, shlex.split(line, comments=True)[1:])
-            assert done.exit_code == 0, f"{line}: {done.stderr}{done.exception!r}"
+            code, _, err = stores.here(*shlex.split(line, comments=True)[1:])
+            assert code == 0, f"{line}: {err}"
         return
     path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
     done = subprocess.run(

@@ -21,7 +21,7 @@ from kvtier.storage.tier import RecordSpec
 from kvtier.tools.recorded import find_request
 from kvtier.tools.redis_server import RedisServer
 
-from .stores import NAMESPACES, Folder, Server, golden, kvtier
+from .stores import NAMESPACES, Folder, Server, golden, here, kvtier
 
 BLOCK, CHUNK = 16, 64
 ROOT = hashlib.sha256(pickle.dumps("vllm-none-hash", protocol=5)).digest()
@@ -280,9 +280,9 @@ def record(folder, requests, namespace=NAMESPACES[0], root=ROOT):
 
 def by_id(store, recording, request_id, *more):
     where = ("--request", request_id, "--recording", recording, *more)
-    code, out, err = kvtier("explain", store.target, *where, "--json")
+    code, out, err = here("explain", store.target, *where, "--json")
     assert code == 0, err
-    code, text, _ = kvtier("explain", store.target, *where)
+    code, text, _ = here("explain", store.target, *where)
     assert code == 0
     return json.loads(out), text
 
@@ -299,7 +299,13 @@ def test_a_recorded_request_is_explained_like_its_tokens(store, prompt, tmp_path
             ("chatcmpl-7-ab12", tokens[:100], 0),
             ("chatcmpl-1-ab12", tokens[:64], 1),
             ("chatcmpl-1-cd34", [*tokens[:160], *other[160:]], 2),
-            ("chatcmpl-1-ef56", tokens, 3),
+        ],
+    )
+    record(tmp_path / "rec", [("chatcmpl-1-ef56", tokens, 3)])
+    record(tmp_path / "rec", [("chatcmpl-1-aa00", other, -5)])
+    record(
+        tmp_path / "rec",
+        [
             ("chatcmpl-17-ab12", other, 4),
             ("cmpl-5-0-ab12", tokens, 5),
             ("1_chatcmpl-6-ab12", tokens[:200], 6),
@@ -322,7 +328,7 @@ def test_a_recorded_request_is_explained_like_its_tokens(store, prompt, tmp_path
         "hit_tokens": {"disk": 128},
         "miss": "not_stored",
         "end": "length_capped",
-        "others": 2,
+        "others": 3,
     }
     assert "16 tokens on the device, 128 from disk" in text
     assert "because: not stored" in text
@@ -385,5 +391,5 @@ def test_requests_that_cannot_be_found(prompt, tmp_path):
         ((path, "--recording", file), 2, "goes with --request"),
         (("--request", "r-2", "--recording", broken), 5, "is broken"),
     ):
-        got, _, err = kvtier("explain", store, *arguments)
+        got, _, err = here("explain", store, *arguments)
         assert (got, words in err, err.count("\n")) == (code, True, 1), (arguments, err)

@@ -9,16 +9,14 @@ import stat
 import time
 
 import pytest
-from typer.testing import CliRunner
 
 from kvtier.storage.disk import DiskTier
 from kvtier.storage.key import chunk_key, key_name
 from kvtier.storage.redis import RedisTier
 from kvtier.storage.redis_url import parse_redis_url
-from kvtier.tools.cli import app
 from kvtier.tools.redis_server import RedisServer
 
-from .stores import NAMESPACES, RAW_BYTES, Folder, Server, golden, key, put
+from .stores import NAMESPACES, RAW_BYTES, Folder, Server, golden, here, key, put
 from .test_explain import chain, described, record, save
 
 EACH = 4096 + RAW_BYTES
@@ -49,15 +47,8 @@ def prompt(tmp_path):
     return path
 
 
-def command(*arguments):
-    """Run the command in this process; return (exit code, stdout, stderr)."""
-    done = CliRunner().invoke(app, [str(argument) for argument in arguments])
-    assert done.exception is None or isinstance(done.exception, SystemExit), done.exception
-    return done.exit_code, done.stdout, done.stderr
-
-
 def run(*arguments, code=0):
-    found, out, err = command(*arguments)
+    found, out, err = here(*arguments)
     assert found == code, err
     return out if code == 0 else err
 
@@ -295,11 +286,11 @@ def test_policies_that_evict_pinned_records_are_named(server):
         client.config_set("maxmemory", "100mb")
         client.config_set("maxmemory-policy", "allkeys-lru")
         try:
-            code, out, err = command("pin", store.target, "--all", "--namespace", "61", "--json")
+            code, out, err = here("pin", store.target, "--all", "--namespace", "61", "--json")
             data = json.loads(out)
             assert (code, data["limit_bytes"]) == (0, 50 << 20)
             assert "allkeys-lru" in data["warning"]
-            code, _, err = command("pin", store.target, "--all", "--namespace", "61")
+            code, _, err = here("pin", store.target, "--all", "--namespace", "61")
             assert (code, err.count("\n")) == (0, 1)
             client.config_set("maxmemory-policy", "volatile-lru")
             out = run("pin", store.target, "--all", "--namespace", "61", "--json")
