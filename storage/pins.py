@@ -10,6 +10,7 @@ what is pinned beyond that, the oldest pins first, is evicted like the rest.
 from __future__ import annotations
 
 import contextlib
+import errno
 import hashlib
 import json
 import logging
@@ -34,6 +35,7 @@ PIN_FORMAT = 1
 MAX_PIN_BYTES = 32 << 20
 MAX_KEYS = 200_000  # of one pin
 _NAME = re.compile(r"[0-9a-f]{12}")
+_NOT_NOW = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EIO, errno.ESTALE})
 _SETTLED_S = 0.1  # a folder that changed more recently may change again unseen
 
 
@@ -134,14 +136,23 @@ class PinFolder:
         self.path = f"{root}/{PINS}"
 
     def all(self) -> list[Pin]:
-        """Return all pins, the oldest first; what is none is left out."""
+        """Return all pins, the oldest first; what is none is left out.
+
+        Raises:
+            OSError: they cannot be told now.
+        """
         found = []
         with contextlib.suppress(FileNotFoundError, NotADirectoryError):
             for entry in os.listdir(self.path):
                 name, _, suffix = entry.partition(".")
                 if suffix == "json" and is_pin_name(name):
-                    with contextlib.suppress(OSError, KVTierError):
+                    try:
                         found.append(parse_pin(_read(f"{self.path}/{entry}")))
+                    except KVTierError:
+                        continue
+                    except OSError as error:
+                        if error.errno in _NOT_NOW:
+                            raise
         return sorted(found, key=lambda pin: (pin.created_at_s, pin.name))
 
     def add(self, pin: Pin) -> None:
@@ -197,16 +208,24 @@ class PinnedKeys:
         self._beyond = False
 
     def refresh(self, capacity_bytes: int) -> None:
-        """Read the pins anew if the folder has changed. Blocking; one `stat` if it has not."""
+        """Read the pins anew if the folder has changed. Blocking; one `stat` if it has not.
+
+        Where they cannot be read now, those of before hold.
+        """
         try:
             changed_ns = os.stat(self._folder.path).st_mtime_ns
-        except OSError:
+            if self._seen == (changed_ns, capacity_bytes):
+                return
+            pins = self._folder.all()
+        except (FileNotFoundError, NotADirectoryError):
             self._seen, self._keys = None, {}
             return
-        if self._seen == (changed_ns, capacity_bytes):
+        except OSError as error:
+            self._seen = None
+            _LOG.debug("pins cannot be read now: %s", error)
             return
         held, within = 0, []
-        for pin in self._folder.all():
+        for pin in pins:
             held += pin.stored_bytes
             if held <= capacity_bytes // PIN_SHARE:
                 within.append(pin)
