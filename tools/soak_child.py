@@ -98,8 +98,9 @@ class Child:
         self._engine.submit(command["id"], ask, at_s)
 
     def _do_abort(self, command: dict[str, Any], _: float) -> dict[str, Any]:
-        if self._engine.abort(command["ask_id"]):
-            self._say({"id": command["ask_id"], "aborted": True})
+        reply = self._engine.abort(command["ask_id"])
+        if reply is not None:
+            self._say(reply_row(command["ask_id"], reply))
         return {}
 
     def _do_sample(self, *_: Any) -> dict[str, Any]:

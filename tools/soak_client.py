@@ -105,8 +105,8 @@ class ChildEngine:
         """Close the engine, but not the process."""
         self._wait(self._send({"do": "close"}), ANSWER_TIMEOUT_S)
 
-    def ask(self, ask: Ask) -> Reply | None:
-        """Run one request to its end; None when it was given up. Blocking."""
+    def ask(self, ask: Ask) -> Reply:
+        """Run one request to its end, or until it is given up. Blocking."""
         waiting = self._send({"do": "ask", "ask": asdict(ask)})
         if ask.abort_after_s is None:
             return _reply(self._wait(waiting, ANSWER_TIMEOUT_S))
@@ -120,8 +120,7 @@ class ChildEngine:
     def ask_together(self, asks: list[Ask]) -> list[Reply]:
         """Run several at once."""
         names = [self._send({"do": "ask", "ask": asdict(ask)}) for ask in asks]
-        replies = [_reply(self._wait(name, ANSWER_TIMEOUT_S)) for name in names]
-        return [reply for reply in replies if reply is not None]
+        return [_reply(self._wait(name, ANSWER_TIMEOUT_S)) for name in names]
 
     def sample(self) -> dict[str, float]:
         """Return counters and gauges of now."""
@@ -216,9 +215,7 @@ class ChildEngine:
                     log.flush()
 
 
-def _reply(row: dict[str, Any]) -> Reply | None:
-    if row.get("aborted"):
-        return None
+def _reply(row: dict[str, Any]) -> Reply:
     return Reply(
         tokens=tuple(row["tokens"]),
         top=tuple(tuple((int(t), float(x)) for t, x in place) for place in row["top"]),
@@ -228,4 +225,5 @@ def _reply(row: dict[str, Any]) -> Reply | None:
         device_tokens=row["device_tokens"],
         restored=row["restored"],
         loads=tuple(ChunkUse(**load) for load in row["loads"]),
+        aborted=row["aborted"],
     )

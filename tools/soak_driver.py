@@ -207,14 +207,13 @@ class Traffic:
         if rng.random() < self._options.abort_share:
             after_s = max(MIN_ABORT_S, rng.random() * right.total_s)
             reply = self._ask(replace(ask, abort_after_s=after_s))
-            if reply is not None:
+            if reply is None or not reply.aborted:
                 self._settle(which, turn, salt, right, reply)
                 return
             with self._lock:
                 self.tally.aborted += 1
-        reply = self._ask(ask)
-        if reply is not None:
-            self._settle(which, turn, salt, right, reply)
+                self._remember(salt, turn, reply)
+        self._settle(which, turn, salt, right, self._ask(ask))
 
     def _ask(self, ask: Ask) -> Reply | None:
         gate = self._gate
@@ -236,22 +235,29 @@ class Traffic:
                     gate.asking -= 1
                     gate.wake.notify_all()
 
-    def _settle(self, which: int, turn: Turn, salt: str, right: Reply, reply: Reply) -> None:
+    def _settle(self, which: int, turn: Turn, salt: str, right: Reply, reply: Reply | None) -> None:
+        if reply is None:  # told to stop
+            return
         difference = compare(right, reply, self._limit)
         with self._lock:
             self.tally.answered += 1
             self.tally.wrong += difference is not None
-            loaded = self._loaded.setdefault(salt, deque(maxlen=KEPT_LOADS))
             earlier: tuple[ChunkUse, ...] = ()
             if difference is not None:
+                loaded = self._loaded.get(salt, ())
                 earlier = earlier_loads(turn.prompt, reply.device_tokens, loaded)
             at_s = self._clock() - self._began_s
             result = Result(at_s, which, turn, salt, reply, difference, earlier)
-            if reply.loads:
-                loaded.append((turn.prompt, reply.loads))
-            while len(self._loaded) > KEPT_SALTS:
-                self._loaded.pop(next(iter(self._loaded)))
+            self._remember(salt, turn, reply)
             self._on_result(result)
+
+    def _remember(self, salt: str, turn: Turn, reply: Reply) -> None:
+        """Keep what was loaded: the device's cache may serve it to later requests."""
+        if reply.loads:
+            loaded = self._loaded.setdefault(salt, deque(maxlen=KEPT_LOADS))
+            loaded.append((turn.prompt, reply.loads))
+        while len(self._loaded) > KEPT_SALTS:
+            self._loaded.pop(next(iter(self._loaded)))
 
 
 def earlier_loads(

@@ -106,15 +106,15 @@ class SoakEngine(Engine):
             loads=tuple(self._loads.pop(opened.internal_id, ())),
         )
 
-    def abort(self, name: str) -> bool:
-        """Give a request up, whatever it is doing; False when it is over."""
+    def abort(self, name: str) -> Reply | None:
+        """Give a request up, whatever it is doing; None when it is over already."""
         opened = self._open.pop(name, None)
         if opened is None:
-            return False
+            return None
         self._llm.llm_engine.abort_request([opened.internal_id], internal=True)
-        self._loads.pop(opened.internal_id, None)
         self._prefill_stats.pop(opened.internal_id, None)
-        return True
+        loads = tuple(self._loads.pop(opened.internal_id, ()))
+        return Reply((), (), len(opened.ask.prompt), loads=loads, aborted=True)
 
     # -- inside --------------------------------------------------------------
 

@@ -59,9 +59,7 @@ class Oracle:
 
     def _alone(self, ask: Ask) -> Reply:
         self.computed += 1
-        reply = self._engine.ask(ask)
-        assert reply is not None
-        return reply
+        return self._engine.ask(ask)
 
     def _together(self, asks: Sequence[Ask]) -> list[Reply]:
         return self._engine.ask_together(list(asks))

@@ -102,7 +102,7 @@ def asks_sessions(
             for number, turns in enumerate(sessions):
                 salt = f"again-{number}"
                 replies = [engine.ask(Ask(t.prompt, t.answer_tokens, salt)) for t in turns]
-                last += [reply for reply in replies[-1:] if reply is not None]
+                last += replies[-1:]
         return last
 
     return play

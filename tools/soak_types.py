@@ -56,6 +56,7 @@ class Reply:
         device_tokens: of the prompt, found in the device's own prefix cache.
         restored: of the prompt, brought back by kvtier: tokens by tier.
         loads: chunks behind them, where the engine tells.
+        aborted: it was given up; what was loaded for it may be in the device's cache all the same.
     """
 
     tokens: tuple[int, ...]
@@ -66,6 +67,7 @@ class Reply:
     device_tokens: int = 0
     restored: Mapping[str, int] = field(default_factory=dict)
     loads: tuple[ChunkUse, ...] = ()
+    aborted: bool = False
 
     @property
     def restored_tokens(self) -> int:
@@ -95,8 +97,8 @@ class Ask:
 class Client(Protocol):
     """An engine that answers; thread-safe."""
 
-    def ask(self, ask: Ask) -> Reply | None:
-        """Run one request to its end; None when it was given up.
+    def ask(self, ask: Ask) -> Reply:
+        """Run one request to its end, or until it is given up.
 
         Raises:
             EngineGone: the engine ended.

@@ -89,8 +89,8 @@ class UrlEngine:
         with self._post("/tokenize", body, 30) as answer:
             return [int(token) for token in json.load(answer)["tokens"]]
 
-    def ask(self, ask: Ask) -> Reply | None:
-        """Run one request to its end; None when it was given up.
+    def ask(self, ask: Ask) -> Reply:
+        """Run one request to its end, or until it is given up.
 
         Raises:
             SoakError: the server refused it, or ended in the middle.
@@ -121,12 +121,12 @@ class UrlEngine:
             raise SoakError(f"{safe_url(self._root)} answers {error.code}: {text}") from None
         except (OSError, ValueError, KeyError) as error:
             if ask.abort_after_s is not None and _is_timeout(error):
-                return None
+                return Reply((), (), len(ask.prompt), aborted=True)
             raise SoakError(f"{safe_url(self._root)}: {error}") from None
 
     def _read(
         self, answer: Any, n_prompt: int, began_s: float, abort_after_s: float | None
-    ) -> Reply | None:
+    ) -> Reply:
         tokens: list[int] = []
         top: list[Top] = []
         first_s: float | None = None
@@ -142,7 +142,9 @@ class UrlEngine:
                     tokens.append(_token(name))
                     top.append(tuple(sorted(row.items(), key=lambda pair: -pair[1])))
             if abort_after_s is not None and time.perf_counter() - began_s > abort_after_s:
-                return None  # closing the connection is what gives it up
+                return Reply(
+                    (), (), n_prompt, aborted=True
+                )  # closing the connection is what gives it up
         total_s = time.perf_counter() - began_s
         return Reply(tuple(tokens), tuple(top), n_prompt, first_s or total_s, total_s)
 

@@ -48,8 +48,6 @@ class FakeEngine:
                              if a != b), min(len(ask.prompt), len(other)))  # fmt: skip
                 whole = max(whole, same // CHUNK * CHUNK)
             seen.append(ask.prompt)
-        if ask.abort_after_s is not None:
-            return None
         restored = whole if self._restores and ask.kvtier else 0
         loads = tuple(
             ChunkUse(f"{ask.salt}-{hash(ask.prompt[: at + CHUNK])}", at, at + CHUNK, "disk")
@@ -59,7 +57,7 @@ class FakeEngine:
         right = answer_of(prompt, ask.answer_tokens, self._noise)
         return Reply(
             right.tokens, right.top, len(ask.prompt), 0.01, 0.02, 0,
-            {"disk": restored} if restored else {}, loads,
+            {"disk": restored} if restored else {}, loads, ask.abort_after_s is not None,
         )  # fmt: skip
 
     def sample(self):

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import threading
 import time
+from dataclasses import replace
 from itertools import pairwise
 
 import pytest
@@ -65,6 +66,25 @@ def test_given_up_requests_are_asked_again():
     traffic, results = drive(FakeEngine(), script(), abort_share=1.0, passes=1)
     assert len(results) == 9
     assert traffic.tally.aborted == 9
+
+
+def test_what_was_loaded_for_a_request_given_up_is_remembered():
+    """The device's cache may serve it to the next request, which has then loaded nothing."""
+    engine = FakeEngine(wrong=lambda ask, restored: ask.abort_after_s is None)
+    engine.ask_ = engine.ask
+
+    def ask(asked):
+        reply = engine.ask_(asked)
+        if reply.aborted:
+            return reply
+        return replace(reply, loads=(), restored={}, device_tokens=len(asked.prompt))
+
+    engine.ask = ask
+    _, results = drive(engine, script(sessions=1), users=1, passes=2, abort_share=1.0)
+    last = results[-1]
+    assert last.difference is not None
+    assert last.reply.loads == ()
+    assert last.earlier_loads
 
 
 def test_a_request_outlives_its_engine():

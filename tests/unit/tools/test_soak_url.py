@@ -134,7 +134,7 @@ def test_a_request_can_be_given_up():
     with Server() as server:
         engine = UrlEngine(server.url)
         server.delay_s = 0.5
-        assert engine.ask(Ask((1, 2, 3), 4, abort_after_s=0.02)) is None
+        assert engine.ask(Ask((1, 2, 3), 4, abort_after_s=0.02)).aborted
         time.sleep(0.6)  # the server finds out when it writes
 
 
