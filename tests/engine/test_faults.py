@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import statistics
 import subprocess
 import threading
 import time
@@ -31,6 +32,7 @@ N = 4
 PROMPTS = [prompt(N_TOKENS, 6000 + i) for i in range(3)]
 OTHER = prompt(90, 6100)
 SALTS = count()
+ROUNDS = 20  # of requests beside a disk that hangs
 OUTAGES = {"no descriptors", "input/output error", "stale handle", "calls hang"}
 
 loads = pytest.mark.parametrize("row", ROWS, ids=lambda row: f"{row.tier}-{row.name}")
@@ -164,21 +166,26 @@ def subject(right, place):
         yield subject
 
 
-@pytest.fixture(autouse=True)
-def calm(subject, place):
-    """Every test begins with a tier that answers and saves, and with no request under way."""
-    for request in list(subject.engine.scheduler.requests):  # of a test that failed
-        subject.engine.abort(request)
-    subject.engine.drain()
+def settle(subject):
+    """Step until the disk tier is read and written again."""
     end_s = time.monotonic() + 15
     link = subject.engine.worker.transfer.links["disk"]
     while not (link.breaker.closed and link.write_breaker.closed):
         assert time.monotonic() < end_s, "the tier never comes back"
         subject.engine.ask(OTHER, 1, salt=f"o{next(SALTS)}")  # a save closes the write breaker
         time.sleep(0.05)
-    while place.catalog.is_offline("disk"):
+    while subject.place.catalog.is_offline("disk"):
         assert time.monotonic() < end_s, "the scheduler never hears of it"
         subject.engine.step()
+
+
+@pytest.fixture(autouse=True)
+def calm(subject, place):
+    """Every test begins with a tier that answers and saves, and with no request under way."""
+    for request in list(subject.engine.scheduler.requests):  # of a test that failed
+        subject.engine.abort(request)
+    subject.engine.drain()
+    settle(subject)
     for path in record_files(place.root)[:-40]:  # the small file system has room for a few
         os.unlink(path)
 
@@ -272,6 +279,46 @@ def test_a_read_that_never_returns_costs_one_thread(subject, place):
     finally:
         fault.mend()
     subject.engine.assert_clean()
+
+
+def test_a_hanging_disk_delays_no_first_token(subject, place):
+    """Requests that do not hit get their first token as soon as without a fault; prints the ratio.
+
+    In turns: three such requests while a load and saves hang, three when all is well.
+    """
+    subject.begin()
+    subject.ask()
+    subject.stored()
+    engine = subject.engine
+    took_s = {True: [], False: []}
+    for _ in range(ROUNDS):
+        subject.from_disk_only()
+        subject.forget()
+        fault = Hanging(place)
+        fault.load()
+        hung = engine.submit(PROMPTS[subject.index], 1, salt=subject.salt)
+        engine.step()
+        try:
+            took_s[True] += first_tokens(subject)
+            assert fault.struck
+        finally:
+            engine.abort(hung)
+            fault.mend()
+        settle(subject)
+        took_s[False] += first_tokens(subject)
+    ratio = statistics.median(took_s[True]) / statistics.median(took_s[False])
+    print(f"time to first token, disk hanging to all well: {ratio:.3f}")
+    assert ratio < 1.5  # one request that waits for the disk would make it thirty
+
+
+def first_tokens(subject, n=3):
+    """Seconds to the first token of requests that nothing is stored of, one after another."""
+    took_s = []
+    for _ in range(n):
+        begin_s = time.perf_counter()
+        subject.engine.ask(OTHER, 1, salt=f"o{next(SALTS)}")
+        took_s.append(time.perf_counter() - begin_s)
+    return took_s
 
 
 def test_nothing_is_left_of_the_faults(subject, place):
