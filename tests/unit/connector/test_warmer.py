@@ -353,6 +353,9 @@ def test_silent_and_talkative_visitors(server, monkeypatch):
         wish.end("done")
         assert answers(visitor)[-1]["state"] == "done"
         assert silent.recv(100) == b""
+    with visit(folder) as visitor:
+        visitor.sendall(b" " * 1000 + line([]))
+        assert "too long" in answers(visitor)[-1]["why"]
 
 
 def test_who_goes_on_talking_does_not_hurry_the_engine(server, monkeypatch):
