@@ -19,7 +19,7 @@ from .redis_server import RedisServer
 from .soak_client import ChildEngine
 from .soak_driver import DriverOptions, Traffic, check_plays
 from .soak_host import Host
-from .soak_judge import VLLM, charge
+from .soak_judge import KVTIER, VLLM, charge
 from .soak_listener import Listener
 from .soak_options import (
     MAX_CONTEXT_TOKENS,
@@ -84,7 +84,10 @@ class Soak:
         script = self.script = self._learn(max_tokens)
         if self.stopped.is_set():
             return self.record.finish(interrupted=True)
-        self._soak(script)
+        try:
+            self._soak(script)
+        except SoakError as error:
+            self.record.failures.append((KVTIER, str(error)))
         self._charge(script)
         return self.record.finish(interrupted=self.stopped.is_set())
 
@@ -115,7 +118,10 @@ class Soak:
             check_plays(script)
             record.script(script, self._noise, oracle.computed, len(store))
             if options.three_way and not self.stopped.is_set():
-                self._own_cache(engine, script)
+                try:
+                    self._own_cache(engine, script)
+                except SoakError as error:
+                    record.failures.append((VLLM, str(error)))
         return script
 
     def _identity(self, max_tokens: int) -> dict[str, Any]:
@@ -176,7 +182,7 @@ class Soak:
             self.listener.phase("vLLM's own prefix cache")
             traffic = Traffic(
                 script,
-                lambda: engine,
+                engine.living,
                 DriverOptions(options.users, 0.0, passes=1, seed=options.seed),
                 options.limit(self._noise),
                 lambda result: record.answer(VLLM, result, []),

@@ -79,6 +79,16 @@ class ChildEngine:
         """Whether the process runs."""
         return not self._gone and self._process.poll() is None
 
+    def living(self) -> ChildEngine:
+        """Return this engine.
+
+        Raises:
+            SoakError: it has ended; nobody starts another.
+        """
+        if not self.alive:
+            raise SoakError(f"the engine ended by itself: {self.log_tail()}")
+        return self
+
     def log_tail(self, lines: int = 12) -> str:
         """Return the last lines that the engine printed."""
         return "\n".join(list(self._log)[-lines:])

@@ -121,6 +121,7 @@ class Record:
     rests: int = 0
     off: list[str] = field(default_factory=list)
     crashes: list[str] = field(default_factory=list)
+    failures: list[tuple[str, str]] = field(default_factory=list)  # (party, what)
     duration_s: float = 0.0
     turn_numbers: list[int] = field(default_factory=list)
     folder: str | None = None
@@ -273,6 +274,7 @@ class Record:
 
     def _other_findings(self, interrupted: bool) -> list[dict[str, str]]:
         out = [finding(KVTIER, "tier_off", f"tier {tier} did not come back") for tier in self.off]
+        out += [finding(party, "cut_short", text) for party, text in self.failures]
         out += [
             finding(KVTIER, "engine_ended", f"the engine ended by itself: {text}")
             for text in self.crashes

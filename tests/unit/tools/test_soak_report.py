@@ -123,11 +123,14 @@ def test_what_else_is_wrong_fails_too(tmp_path):
     """An engine that ended, a tier that stays off, a fault that failed, what is held, silence."""
     bad = record(tmp_path, wrong=False)
     bad.crashes, bad.off, bad.held = ["Killed"], ["redis"], ["3 pages"]
+    bad.failures = [("vllm", "the engine ended")]
     bad.faults[0]["failed"] = "no"
     bad.tally.answered = 0
     bad.noise = Noise(alone=0.4)
     kinds = {f["kind"] for f in bad.finish(interrupted=False)["findings"]}
-    assert kinds == {"engine_ended", "tier_off", "held_at_rest", "fault_failed", "no_answers"}
+    assert kinds == {
+        "engine_ended", "cut_short", "tier_off", "held_at_rest", "fault_failed", "no_answers",
+    }  # fmt: skip
 
 
 def test_damage_that_no_fault_made_is_found_in_the_store(tmp_path):
