@@ -14,7 +14,7 @@ from .store_commands import Json, Namespace, Progress, StoreName
 
 if TYPE_CHECKING:
     from .prompt_choice import Choice
-    from .store_base import Store
+    from .store_base import Record, Store
     from .warm import EngineAnswer
 
 
@@ -108,10 +108,13 @@ def wanted(opened: Store, choice: Choice) -> list[tuple[bytes, int]]:
     if choice.hit_tokens:
         places = zip(choice.records, choice.ends, strict=True)
         return list({(record.key, end): None for record, end in places})
-    newest = sorted(choice.records, key=lambda r: (-r.used_at_s, r.order))
-    once = list({record.key: record for record in reversed(newest)}.values())
-    once.sort(key=lambda r: (-r.used_at_s, r.order))
-    headers = opened.headers(once[:MAX_KEYS])
+    latest: dict[bytes, Record] = {}
+    for record in choice.records:  # of all ranks
+        known = latest.get(record.key)
+        if known is None or record.used_at_s > known.used_at_s:
+            latest[record.key] = record
+    newest = sorted(latest.values(), key=lambda r: (-r.used_at_s, r.order))
+    headers = opened.headers(newest[:MAX_KEYS])
     return [(header.key, header.end_tokens) for _, header in headers]
 
 

@@ -46,6 +46,7 @@ FENCE = re.compile(
 )
 NAMESPACE = bytes.fromhex("3fa9") + bytes(14)
 NO_VERBS = {"setting", "key", "record"}  # how messages and a derived key begin
+OF_OTHERS = {"--help", "--version", "--kv-transfer-config", "--no-enable-prefix-caching"}
 REQUEST = "chatcmpl-8f0a"
 SECONDS = 120
 
@@ -148,6 +149,19 @@ def test_no_command_or_option_is_made_up(page):
             option = re.match(r"-{1,2}[a-z][a-z-]*", word)
             if option:
                 assert option[0] in known | {"--help"}, f"{where}: {name} {option[0]}"
+
+
+def test_options_spoken_of_exist():
+    """Options that stand alone in the text are of some command, or of vLLM."""
+    known = {
+        spelling
+        for command in COMMANDS.values()
+        for option in command.params
+        for spelling in (*option.opts, *option.secondary_opts)
+    }
+    for page, text in PAGES.items():
+        for option in re.findall(r"`(--[a-z][a-z-]*)", text):
+            assert option in known | OF_OTHERS, f"{page}: {option}"
 
 
 def test_links_lead_somewhere():

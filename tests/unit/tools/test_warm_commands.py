@@ -108,16 +108,17 @@ def test_of_a_namespace_what_was_used_last_comes_first(store):
     put(store.tier(), range(6))
     put(store.tier(rank=1), range(6))
     put(store.tier(NAMESPACES[1]), range(9, 12))
-    tier = store.tier()
-    assert tier.wait_complete(10)
-    tier.touch([key(4), key(1)])
-    tier.close()
+    for rank, touched in ((0, [4, 1]), (1, [2])):
+        tier = store.tier(rank=rank)
+        assert tier.wait_complete(10)
+        tier.touch([key(n) for n in touched])
+        tier.close()
     with engine(store, load_all) as listener:
         code, _, err = run(store.target, "--all", "--namespace", NAMESPACES[0].hex())
     assert code == 0, err
     keys = list(listener.seen[0].keys)
     assert sorted(keys) == sorted((key(n), 256 * n + 256) for n in range(6))
-    assert [k for k, _ in keys[:2]] == [key(1), key(4)]
+    assert [k for k, _ in keys[:3]] == [key(2), key(1), key(4)]
 
 
 def test_nobody_does_it(store, prompt):
@@ -224,6 +225,20 @@ def test_an_idle_engine_is_woken(store, prompt, monkeypatch):
         assert headers["Authorization"] == "Bearer sk-1"
         code, _, _ = run(store.target, prompt, "--wake", url + "/v1")
         assert (code, len(asked)) == (0, 1)
+
+
+def test_an_engine_at_work_is_not_woken(store, prompt):
+    """However long it takes: one that has begun needs no request."""
+    save(store, TOKENS, [64])
+
+    def slowly(wish):
+        wish.begin()
+        time.sleep(1.0)
+        wish.end("done")
+
+    with vllm_server(lambda: None) as (url, asked), engine(store, slowly):
+        code, _, err = run(store.target, prompt, "--wake", url, "--wait", 1.4)
+        assert (code, asked) == (0, []), err
 
 
 def test_a_server_that_is_not_there(store, prompt):
