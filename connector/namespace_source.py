@@ -63,6 +63,8 @@ class NamespaceSource:
             vllm_config, kv_cache_config, geometry, weights_cache=cache, tenant=config.tenant_salt
         )
         self._memory_epoch = 0
+        # Read once: another engine that clears the folder may have other weights by then.
+        self._folder_epoch: int | None = None
         self._shared: SharedEpoch | None = None
         self._shared_until_s: float | None = None
         self._told_shared: int | None = None
@@ -84,7 +86,9 @@ class NamespaceSource:
         """
         epoch = self._memory_epoch
         if self._root is not None:
-            epoch += read_epoch(self._root, self._epoch_name())
+            if self._folder_epoch is None:
+                self._folder_epoch = read_epoch(self._root, self._epoch_name())
+            epoch += self._folder_epoch
         own = self._space(epoch)
         if own is None or self._shared_is_awaited():
             return None
@@ -145,7 +149,7 @@ class NamespaceSource:
             self._memory_epoch += 1
         else:
             try:
-                raise_epoch(self._root, self._epoch_name())
+                self._folder_epoch = raise_epoch(self._root, self._epoch_name())
             except TierUnavailable as err:
                 self._memory_epoch += 1
                 kept = False

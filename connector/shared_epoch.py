@@ -5,9 +5,10 @@ in `raise_epoch`. Until the tier has answered the epoch is not known, and what
 lies there is neither read nor written: after a clear that did not reach the
 tier, that is how long it is left alone.
 
-Now and then it is asked for again: another engine's clear is followed, and a
-number that has gone back (a key that the server evicted, an old snapshot) is put
-where it was, so that what a clear took away does not come back.
+Now and then it is asked for again: a number that has gone back (a key that the
+server evicted, an old snapshot) is put where it was, so that what a clear took
+away does not come back. Another engine's clear is not followed: it may have new
+weights that this one lacks, and nothing here would tell their KV apart.
 """
 
 from __future__ import annotations
@@ -39,7 +40,8 @@ class SharedEpoch:
         self._raise_by = raise_by
         self._cond = threading.Condition()
         self._value: int | None = None
-        self._highest = 0  # that was ever seen; the thread's own
+        self._highest = 0  # that was ever seen, also of other engines; the thread's own
+        self._told = 0  # another engine's that was logged; the thread's own
         self._clears = 0  # asked for so far
         self._raised = 0  # of these, those that reached the tier
         self._closed = False
@@ -86,9 +88,18 @@ class SharedEpoch:
                 backoff_s = MIN_BACKOFF_S
                 with self._cond:
                     self._raised = clears
-                    if clears == self._clears:
+                    if clears == self._clears and self._value is None:
                         self._value = value
                     self._cond.notify_all()
+                    passed_by = self._value is not None and self._value < value != self._told
+                if passed_by:
+                    self._told = value
+                    logger.warning(
+                        "kvtier: another engine has cleared the shared tier (epoch %d, here %s) "
+                        "and may have new weights; restart this one to share with it again",
+                        value,
+                        self._value,
+                    )
                 continue
             with self._cond:
                 # a new clear is tried at once: somebody waits for it

@@ -93,17 +93,24 @@ def test_a_clear_during_another_is_raised_once_more(epoch, tier):
     eventually(lambda: epoch.value == 9)
 
 
-def test_another_engine_s_clear_is_followed(tier, monkeypatch):
-    """A number that somebody else has raised is this engine's too, soon."""
+def test_another_engine_s_clear_is_not_followed(tier, monkeypatch, caplog):
+    """It may have new weights that this one lacks: one line, and what is shared stays apart."""
     monkeypatch.setattr(subject, "ASK_AGAIN_S", 0.02)
     epoch = SharedEpoch(tier.read, tier.raise_by)
     eventually(lambda: epoch.value == 7)
     tier.value = 9
-    eventually(lambda: epoch.value == 9)
+    eventually(lambda: caplog.text.count("another engine has cleared") == 1)
+    tier.entered.clear()
+    assert tier.entered.wait(10)
+    assert epoch.value == 7
     tier.up = False
     tier.entered.clear()
     assert tier.entered.wait(10)
-    assert epoch.value == 9, "a tier that does not answer takes nothing back"
+    assert epoch.value == 7, "a tier that does not answer takes nothing back"
+    tier.up = True
+    assert epoch.raise_epoch(10)
+    eventually(lambda: epoch.value == 10)
+    assert caplog.text.count("another engine has cleared") == 1
     epoch.close()
 
 
