@@ -298,3 +298,40 @@ def test_policies_that_evict_pinned_records_are_named(server):
         finally:
             client.config_set("maxmemory", "0")
             client.config_set("maxmemory-policy", "noeviction")
+
+
+@pytest.mark.parametrize("verb", ["pin", "warm"])
+def test_empty_and_foreign_stores(tmp_path, server, prompt, verb):
+    """Nothing to pin or to warm, no store, nobody there: one line and the code that says so."""
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "foreign").mkdir()
+    (tmp_path / "foreign" / "notes.txt").write_text("mine")
+    with server.client() as client:
+        client.flushall()
+    for target, code in (
+        (tmp_path / "empty", 1),
+        (server.url, 1),
+        (tmp_path / "foreign", 5),
+        (tmp_path / "none", 4),
+        ("redis://127.0.0.1:9", 4),
+    ):
+        found, _, err = here(verb, target, prompt)
+        assert (found, err.count("\n")) == (code, 1), (target, err)
+    assert os.listdir(tmp_path / "empty") == []
+    assert here("unpin", tmp_path / "empty", "--all")[0] == 0
+    assert here("unpin", tmp_path / "empty", "ab")[0] == 2
+
+
+def test_a_damaged_record_is_pinned_by_its_key(tmp_path, prompt):
+    """Pinning reads no payload; what is bad is quarantined all the same, its repair is pinned."""
+    (tmp_path / "store").mkdir()
+    store = Folder(tmp_path / "store")
+    put(store.tier(), range(2))
+    pinned(store, "--all", "--namespace", NAMESPACES[0].hex())
+    store.damage(1)
+    code, out, _ = here("verify", store.target, "--fix")
+    assert (code, "1 quarantined" in out) == (0, True)
+    assert there(tmp_path / "store", range(2)) == [0]
+    put(store.tier(), [1])
+    rows = json.loads(run("ls", store.target, "--json"))["records"]
+    assert [row["pinned"] for row in rows] == [True, True]
