@@ -44,10 +44,11 @@ test-gpu: ## what needs a CUDA device, with GPU_PYTHON (default python3: torch w
 # environment's own on the path (it runs on the same torch and the same dependencies).
 PREVIOUS := $(VENV)/engine-previous
 
-test-previous: $(VENV)/.test $(PREVIOUS)/.done ## the engine tests on the vLLM version before (6 minutes)
+test-previous: $(VENV)/.test $(PREVIOUS)/.done ## the engine tests on the vLLM version before (8 minutes)
 	PYTHONPATH=$(abspath $(PREVIOUS)) $(BIN)/python -m pytest $(PYTEST_FLAGS) \
 	  tests/engine/test_llama.py tests/engine/test_families.py tests/engine/test_hybrid.py \
-	  tests/engine/test_identity.py tests/engine/test_pressure.py tests/engine/test_ranks.py
+	  tests/engine/test_identity.py tests/engine/test_pressure.py tests/engine/test_ranks.py \
+	  tests/engine/test_draft_heads.py tests/engine/test_async.py tests/engine/test_runners.py
 
 torture: $(VENV)/.test ## the long forms: 500 killed writers, 2,000 simulated engines (an hour)
 	KVTIER_SIM_SEEDS=$${KVTIER_SIM_SEEDS:-2000} $(BIN)/python -m pytest -m 'torture or not torture' \
