@@ -26,7 +26,6 @@ from .plan import NamespaceInfo
 from .shared_lookup import SharedLookup
 from .warm_request import WarmRequest
 
-MAX_WAITING = 4
 CHUNKS_UNDER_WAY = 8
 KEYS_A_STEP = 256
 RAM_SHARE = 2  # one wish takes at most one part in so many
