@@ -20,7 +20,7 @@ export VLLM_CPU_KVCACHE_SPACE ?= 1
 export HF_HUB_OFFLINE ?= 1
 export VLLM_NO_USAGE_STATS ?= 1
 
-.PHONY: help install demo test test-gpu test-previous torture lint bench clean
+.PHONY: help install demo test test-gpu test-previous torture fuzz audit-hour lint bench clean
 .DEFAULT_GOAL := help
 
 help: ## show the targets
@@ -50,9 +50,15 @@ test-previous: $(VENV)/.test $(PREVIOUS)/.done ## the engine tests on the vLLM v
 	  tests/engine/test_identity.py tests/engine/test_pressure.py tests/engine/test_ranks.py \
 	  tests/engine/test_draft_heads.py tests/engine/test_async.py tests/engine/test_runners.py
 
-torture: $(VENV)/.test ## the long forms: 500 killed writers, 2,000 simulated engines (an hour)
+torture: fuzz ## the long forms: fuzzing, 500 kills, 2,000 simulated engines, storms (two hours)
 	KVTIER_SIM_SEEDS=$${KVTIER_SIM_SEEDS:-2000} $(BIN)/python -m pytest -m 'torture or not torture' \
-	  tests/property/storage tests/sim $(PYTEST_FLAGS)
+	  tests/property/storage tests/sim tests/engine/test_storms.py $(PYTEST_FLAGS)
+
+fuzz: $(VENV)/.fuzz ## every parser with atheris, each for FUZZ_SECONDS (60)
+	PYTHONPATH=.src $(BIN)/python -m tests.property.fuzz $${FUZZ_SECONDS:-60}
+
+audit-hour: $(VENV)/.test ## an hour of audited traffic in the real engine; KVTIER_AUDIT_S for each of 3 models
+	$(BIN)/python -m pytest -m torture tests/engine/test_audit_hour.py $(PYTEST_FLAGS)
 
 lint: $(VENV)/.test ## style, types and the direction of imports
 	$(BIN)/ruff check .
@@ -97,6 +103,10 @@ $(VENV)/.model: $(VENV)/.kvtier requirements/model.txt
 $(PREVIOUS)/.done: $(VENV)/.test requirements/engine-previous.txt
 	rm -rf $(PREVIOUS)
 	$(PIP) --no-deps --target $(PREVIOUS) -r requirements/engine-previous.txt
+	@touch $@
+
+$(VENV)/.fuzz: $(VENV)/.test requirements/fuzz.txt
+	$(PIP) -r requirements/fuzz.txt
 	@touch $@
 
 $(VENV)/.test: $(VENV)/.model requirements/test.txt

@@ -204,7 +204,7 @@ def read_toml(path: str) -> dict[str, Any]:
         raise ConfigError(
             f"kvtier setting 'config' = {path!r}: {error.strerror or error}; give a readable file"
         ) from None
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+    except (ValueError, RecursionError) as error:  # no UTF-8, too deep, numbers too long
         raise ConfigError(f"kvtier setting 'config' = {path!r} is no TOML: {error}") from None
     inner = data.get("kvtier")
     if isinstance(inner, dict) and len(data) == 1:

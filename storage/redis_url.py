@@ -173,7 +173,7 @@ def _place(mode: Mode, place: str) -> dict[str, Any]:
 
 
 def _host(text: str, default_port: int) -> tuple[str, int]:
-    match = re.fullmatch(r"(\[[0-9A-Fa-f:.%]+\]|[^:\[\]]*)(?::(\d+))?", text)
+    match = re.fullmatch(r"(\[[0-9A-Fa-f:.%]+\]|[^:\[\]]*)(?::([0-9]{1,5}))?", text)
     if not match or (match[2] and not 0 < int(match[2]) < 65536):
         # not quoted: in a URL without its @ this may be the password
         raise ConfigError("redis: what stands for a host is no HOST:PORT (port 1 to 65535)")
@@ -193,7 +193,7 @@ def _no_login(text: str) -> str:
 def _whole(name: str, value: Any) -> int:
     try:
         return int(value)
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, OverflowError):
         raise ConfigError(f"redis {name}: {value!r} is no whole number") from None
 
 
@@ -210,7 +210,8 @@ def _quantity(name: str, value: Any, units: Mapping[str, float], example: str) -
 
 
 def _size(name: str, value: Any) -> int:
-    return int(_quantity(name, value, _SIZES, "4MiB"))
+    size = _quantity(name, value, _SIZES, "4MiB")
+    return _whole(name, size)
 
 
 def _time(name: str, value: Any) -> float:
