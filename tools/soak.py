@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import shutil
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -69,6 +69,7 @@ class Soak:
     _noise: Noise = field(init=False, default_factory=Noise)
     _facts: dict[str, Any] = field(init=False, default_factory=dict)
     _parties: Parties = field(init=False)
+    _reference: ChildEngine | None = field(init=False, default=None)
 
     def run(self) -> dict[str, Any]:
         """Run it; return the report. Blocking.
@@ -81,47 +82,60 @@ class Soak:
         self._model = options.model or self._default_model()
         max_tokens = min(model_context(self._model), options.context_tokens or MAX_CONTEXT_TOKENS)
         self._parties = Parties(options, self._model, max_tokens)
+        try:
+            self._run(max_tokens)
+        finally:
+            self._drop_reference()
+        return self.record.finish(interrupted=self.stopped.is_set())
+
+    def _run(self, max_tokens: int) -> None:
         script = self.script = self._learn(max_tokens)
+        if self._facts["device"] != "cpu":
+            self._drop_reference()  # even closed it holds memory of the device
         if self.stopped.is_set():
-            return self.record.finish(interrupted=True)
+            return
         try:
             self._soak(script)
         except SoakError as error:
             self.record.failures.append((KVTIER, str(error)))
         self._charge(script)
-        return self.record.finish(interrupted=self.stopped.is_set())
 
     def _default_model(self) -> str:
         self.listener.phase("model: SmolLM2-135M-Instruct")
         return str(models.smollm2(self.options.dtype))
 
-    @contextlib.contextmanager
-    def _child(self) -> Iterator[ChildEngine]:
-        engine = ChildEngine(str(self.options.report / "engine.log"))
-        try:
-            yield engine
-        finally:
-            engine.close()
+    def _reference_engine(self) -> ChildEngine:
+        """Return the process for engines without kvtier; vLLM takes long to import."""
+        if self._reference is None or not self._reference.alive:
+            self._drop_reference()
+            self._reference = ChildEngine(str(self.options.report / "engine.log"))
+        return self._reference
+
+    def _drop_reference(self) -> None:
+        reference, self._reference = self._reference, None
+        if reference is not None:
+            reference.close()
 
     # -- truth -----------------------------------------------------------
 
     def _learn(self, max_tokens: int) -> Script:
         """Get the right answers, then play them once with vLLM's own cache."""
         options, record = self.options, self.record
-        with self._child() as engine:
-            store = TruthStore(
-                options.truth_folder or models.cache_dir() / "soak", self._identity(max_tokens)
-            )
-            oracle = Oracle(engine, store, self._parties, self.listener)
-            with oracle:
-                script = self._script(oracle, store, max_tokens)
-            check_plays(script)
-            record.script(script, self._noise, oracle.computed, len(store))
-            if options.three_way and not self.stopped.is_set():
-                try:
-                    self._own_cache(engine, script)
-                except SoakError as error:
-                    record.failures.append((VLLM, str(error)))
+        engine = self._reference_engine()
+        store = TruthStore(
+            options.truth_folder or models.cache_dir() / "soak", self._identity(max_tokens)
+        )
+        with Oracle(engine, store, self._parties, self.listener) as oracle:
+            script = self._script(oracle, store, max_tokens)
+        if self.stopped.is_set():
+            return script
+        check_plays(script)
+        record.script(script, self._noise, oracle.computed, len(store))
+        if options.three_way:
+            try:
+                self._own_cache(engine, script)
+            except SoakError as error:
+                record.failures.append((VLLM, str(error)))
         return script
 
     def _identity(self, max_tokens: int) -> dict[str, Any]:
@@ -138,7 +152,7 @@ class Soak:
             "block_tokens": self.options.block_tokens,
             "max_model_tokens": max_tokens,
             "versions": versions,
-            "format": 2,
+            "format": 3,
         }
 
     def _script(self, oracle: Oracle, store: TruthStore, max_tokens: int) -> Script:
@@ -268,14 +282,16 @@ class Soak:
             charge(record.mismatches, script, limit, None, None)
             return
         self.listener.phase("whose fault it is: asking again without kvtier")
-        longest = script.longest_tokens
-        with self._child() as engine:
+        own_cache = self._parties.own_cache(2 * self._device_tokens(script), script.longest_tokens)
+        engine = self._reference_engine()
+        try:
             charge(
                 record.mismatches,
                 script,
                 limit,
                 asks_sessions(engine, self._parties.without_cache(1)),
-                asks_sessions(
-                    engine, self._parties.own_cache(2 * self._device_tokens(script), longest)
-                ),
+                asks_sessions(engine, own_cache),
             )
+        except SoakError as error:
+            record.failures.append((VLLM, str(error)))
+            charge(record.mismatches, script, limit, None, None)

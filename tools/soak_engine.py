@@ -9,7 +9,7 @@ from typing import Any
 
 from ..storage.catalog_check import check_catalog
 from ..storage.key import key_name
-from .engine import Engine, EngineError, EngineOptions
+from .engine import Engine, EngineError, EngineOptions, device_name
 from .soak_types import TOP_LOGPROBS, Ask, ChunkUse, Reply
 
 QUIET_TIMEOUT_S = 60.0
@@ -219,5 +219,6 @@ class SoakEngine(Engine):
             "vocab_tokens": int(config.model_config.get_vocab_size()),
             "kv_bytes_per_token": self.kv_bytes_per_token(),
             "groups": len(self._scheduler.kv_cache_config.kv_cache_groups),
+            "device": device_name(),
             "kvtier": half is not None,
         }

@@ -233,7 +233,8 @@ def chromium(tmp_path, what, file: Path):
     """Run the browser without a network, a profile of its own, on one page."""
     return subprocess.run(
         [
-            CHROMIUM, "--headless", "--no-sandbox", "--disable-gpu", "--enable-logging=stderr",
+            CHROMIUM, "--headless", "--no-sandbox", "--disable-gpu",
+            "--disable-dev-shm-usage", "--enable-logging=stderr",
             "--window-size=980,2400", f"--user-data-dir={tmp_path / 'profile'}", what,
             file.as_uri(),
         ],
