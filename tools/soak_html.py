@@ -34,7 +34,7 @@ svg text{font:11px system-ui,sans-serif;fill:var(--soft)}.grid{stroke:var(--line
 .wide{overflow-x:auto}table{border-collapse:collapse;width:100%;font-size:13px}
 th{text-align:left;font-weight:600;color:var(--soft)}
 td,th{padding:4px 10px 4px 0;border-bottom:1px solid var(--line);vertical-align:top}
-td{overflow-wrap:anywhere}code{font-size:12px}.party{font-weight:600;color:var(--bad)}
+td:last-child,code{overflow-wrap:anywhere}code{font-size:12px}.party{font-weight:600;color:var(--bad)}
 details{margin:10px 0}summary{cursor:pointer;color:var(--soft)}
 """
 
@@ -67,7 +67,7 @@ def head(found: Mapping[str, Any], subtitle: str) -> str:
     ran = f"{began}, {found['duration_s'] / 60:.1f} minutes, seed {found['setup']['seed']}"
     colour = "ok" if found["ok"] else "bad"
     cut = " It was ended early." if found["interrupted"] else ""
-    text = found["verdict"][:1].upper() + found["verdict"][1:]
+    text = found["verdict"].replace("nothing was", "Nothing was")
     return (
         '<!doctype html><html lang="en"><head><meta charset="utf-8">'
         '<meta name="viewport" content="width=device-width, initial-scale=1">'

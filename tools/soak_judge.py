@@ -80,7 +80,7 @@ def _party(
     if bad_turns:
         turns = ", ".join(str(turn) for turn in sorted(bad_turns))
         return VLLM, (
-            f"turn {turns} of this session is wrong without kvtier, "
+            f"this session is wrong without kvtier too (turn {turns}), "
             "and what was wrong may have been stored"
         )
     if row["chunks"] or row["restored"]:
@@ -168,12 +168,18 @@ def mismatch_findings(mismatches: Sequence[Mapping[str, Any]]) -> list[dict[str,
                 row["party"],
                 "wrong_answer",
                 f"{row['session']} turn {row['turn']}, position {row['position']} "
-                f"({row['answer_position']} of the answer): token {row['got_token']} instead of "
-                f"{row['expected_token']}, {_apart(row['logprob_difference'])}{times}; "
+                f"({row['answer_position']} of the answer): {_tokens(row)}, "
+                f"{_apart(row['logprob_difference'])}{times}; "
                 f"{row['why']}; chunks not seen in a right answer: {names or 'none'}{more}",
             )
         )
     return out
+
+
+def _tokens(row: Mapping[str, Any]) -> str:
+    if row["got_token"] == row["expected_token"]:
+        return f"the right token {row['got_token']}"
+    return f"token {row['got_token']} instead of {row['expected_token']}"
 
 
 def _apart(difference: float | None) -> str:

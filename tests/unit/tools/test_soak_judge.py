@@ -85,7 +85,7 @@ def test_a_finding_names_turn_position_and_chunk():
     assert [f["party"] for f in found] == ["kvtier", "unclear"]
     text = found[0]["text"]
     for part in ("session-1 turn 2", "position 203", "3 of the answer", "aa-g0", "tokens 0-64",
-                 "disk", "2 times", "0.25"):  # fmt: skip
+                 "disk", "2 times", "0.25", "token 6 instead of 5"):  # fmt: skip
         assert part in text
     assert "none" in found[1]["text"]
 
