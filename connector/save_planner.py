@@ -136,7 +136,8 @@ class SavePlanner:
         # The same prompt is restored to a block before its end at most, and a windowed
         # tail serves no hit that ends before its own end.
         unit = self._geometry.scheduler_block_tokens
-        return max(0, prompt_tokens - self._windowed) // unit * unit
+        spare = self._geometry.computed_tokens if self._windowed else 0
+        return max(0, prompt_tokens - spare) // unit * unit
 
     def plan_chunks(
         self,

@@ -87,7 +87,7 @@ class LoadChunk:
 
 @dataclass(frozen=True, slots=True)
 class LoadJob:
-    """Everything that one request waits for; chunks in token order.
+    """What one request waits for (or nobody: a wish to warm); group by group, in token order.
 
     A ``doomed`` job, or one of another ``generation`` of the namespace, is reported
     as failed at once: what it was promised is gone.

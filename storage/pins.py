@@ -4,7 +4,7 @@ A pin names records of one namespace by their keys, so it also holds what is
 saved again under the same key. In a folder each pin is a small file
 ``ROOT/pins/NAME.json``, for its owner only; whoever evicts looks whether the
 folder has changed. Pins bind at most one part in `PIN_SHARE` of the capacity:
-what is pinned beyond that, the oldest pins first, is evicted like the rest.
+the oldest pins count first, and what is pinned beyond that is evicted like the rest.
 """
 
 from __future__ import annotations
