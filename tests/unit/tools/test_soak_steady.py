@@ -43,6 +43,7 @@ def test_the_slope_is_that_of_the_line_and_outliers_do_not_move_it():
         ("rss_bytes", series(lambda t: 800 * MIB + MIB * t), "grows"),
         ("rss_bytes", series(lambda t: 800 * MIB + 0.01 * MIB * t), "flat"),
         ("rss_bytes", series(lambda t: (800 + min(t, 150)) * MIB), "flat"),  # the arena warms up
+        ("rss_bytes", series(lambda t: (800 + 3 * min(t, 330)) * MIB), "flat"),  # it has settled
         ("fds", series(lambda t: 60 + t // 60), "grows"),
         ("fds", series(noisy(60, 3)), "flat"),
         ("threads", series(lambda t: 50 + t // 40), "grows"),
@@ -50,8 +51,8 @@ def test_the_slope_is_that_of_the_line_and_outliers_do_not_move_it():
         ("save_queue_bytes", series(lambda t: t * MIB), "grows"),
         ("fds", series(lambda _: 60, seconds=30), "too_short"),
     ],
-    ids=["noise", "leak", "slow", "warm-up", "fd leak", "fd noise", "threads", "queue", "backlog",
-         "short"],
+    ids=["noise", "leak", "slow", "warm-up", "settled", "fd leak", "fd noise", "threads", "queue",
+         "backlog", "short"],
 )  # fmt: skip
 def test_what_grows_is_found_and_what_settles_is_not(name, points, verdict):
     """A leak of each kind fails; noise, warm-up and a short watch do not."""
