@@ -144,7 +144,7 @@ class Engine:
 
     @property
     def half(self):
-        return self.connector.scheduler_half
+        return self.connector.scheduler_half if self.connector is not None else None
 
     @property
     def worker(self):
