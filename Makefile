@@ -31,11 +31,8 @@ install: $(VENV)/.model $(VENV)/.test ## create the environment: kvtier, vLLM fo
 demo: $(VENV)/.model ## restore agent sessions from RAM, disk and after a restart, in the real vLLM
 	$(BIN)/kvtier demo $(DEMO_FLAGS)
 
-# Some tests run real servers and engines against deadlines, and machines are shared: what
-# fails is run once more by itself, and a second failure is a failure.
-test: lint $(VENV)/.model ## lint, then every test
-	$(BIN)/python -m pytest $(PYTEST_FLAGS) || { [ $$? -eq 1 ] && echo "once more, what failed:" && \
-	  $(BIN)/python -m pytest --last-failed --last-failed-no-failures none $(PYTEST_FLAGS); }
+test: lint $(VENV)/.model ## lint, then every test; PYTEST_FLAGS="-k name" or a path for some
+	tests/run.sh $(BIN)/python $(PYTEST_FLAGS)
 
 test-gpu: ## what needs a CUDA device, with GPU_PYTHON (default python3: torch with CUDA, triton, pytest)
 	PYTHON=$${GPU_PYTHON:-python3} tests/gpu/run.sh
