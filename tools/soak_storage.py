@@ -45,6 +45,7 @@ STOP_S = 60.0
 MIN_CAPACITY_BYTES = 4 << 20
 SHRINK_S = 10.0  # how long a store may take to come below a cap that is new
 FLIPS_EVERY_S = 2.0
+LOOK_EVERY_S = 0.5
 
 
 @dataclass(slots=True)
@@ -176,7 +177,7 @@ class StorageSoak:
         ledger.new_life()
         before = sum(ledger.operations().values())
         child = self._start(work)
-        watch = Watch(lambda: self._look(child.pid, number, ledger), self.clock, 0.5)
+        watch = Watch(lambda: self._look(child.pid, number, ledger), self.clock, LOOK_EVERY_S)
         watch.start()
         try:
             self._wait(ledger, work, life, child)

@@ -133,6 +133,7 @@ def test_a_healthy_tier_passes(tmp_path, monkeypatch):
     """Thousands of operations, killed processes, flipped bits: nothing is wrong."""
     print("seed", SEED)
     monkeypatch.setattr("kvtier.tools.soak_storage.FLIPS_EVERY_S", 0.1)
+    monkeypatch.setattr("kvtier.tools.soak_storage.LOOK_EVERY_S", 0.02)  # short lives, too
     found = soak(tmp_path)
     assert found["findings"] == []
     assert found["ok"]
