@@ -190,9 +190,10 @@ class StorageSoak:
         life.ended_s = self.clock()
         life.operations = sum(ledger.operations().values()) - before
         if work.redis is None:
-            cap = judge_cap(
-                "disk_bytes", _once_below(watch.samples, work.capacity_bytes), work.capacity_bytes
-            )
+            samples = _once_below(watch.samples, work.capacity_bytes)
+            # A walk over the folder sees a record that goes and the one that takes its room.
+            moving = work.threads * work.record_bytes
+            cap = judge_cap("disk_bytes", samples, work.capacity_bytes, moving=moving)
             self._caps.append({**cap, "name": f"disk_bytes of life {number}"})
         life.check = check(work, ledger, lossless=roomy)
         self._wrong += life.check["wrong"] + self._leftovers(ledger)
@@ -241,12 +242,14 @@ class StorageSoak:
         name = key_of(number, self._work.seed)
         for file in iter_record_files(str(self._folder)):
             if file.key == name:
-                ledger.keys[number][HURT] = 1
+                ledger.keys[number][HURT] += 1
                 with contextlib.suppress(OSError), open(file.path, "r+b") as opened:
                     opened.seek(self._rng.randrange(file.file_bytes))
                     old = opened.read(1) or b"\0"
                     opened.seek(-1, os.SEEK_CUR)
                     opened.write(bytes((old[0] ^ 1 << self._rng.randrange(8),)))
+                # Again: it may have been written anew, and cleared, before the file was opened.
+                ledger.keys[number][HURT] += 1
                 return 1
         return 0
 

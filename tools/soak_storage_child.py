@@ -123,10 +123,12 @@ class Worker:
         row[STATE] = UNKNOWN
         row[BEGUN] = version
         self._payloads.fill(self._view, number, version)
+        hurt = int(row[HURT])
         result = self._tier.put(self._spec(number), [self._view], replace=replace)
         if result is PutResult.STORED:
             row[ACKED] = version
-            row[HURT] = 0
+            if int(row[HURT]) == hurt:  # else it was hurt again while it was written
+                row[HURT] = 0
             row[STATE] = STORED
             return
         if replace or before == DELETED:

@@ -133,17 +133,17 @@ def test_a_healthy_tier_passes(tmp_path, monkeypatch):
     """Thousands of operations, killed processes, flipped bits: nothing is wrong."""
     print("seed", SEED)
     monkeypatch.setattr("kvtier.tools.soak_storage.FLIPS_EVERY_S", 0.1)
-    monkeypatch.setattr("kvtier.tools.soak_storage.LOOK_EVERY_S", 0.02)  # short lives, too
-    found = soak(tmp_path)
+    found = soak(tmp_path, 12_000)
     assert found["findings"] == []
     assert found["ok"]
-    assert found["operations"]["all"] >= 4000
+    assert found["operations"]["all"] >= 12_000
     assert sum(life["killed"] for life in found["lives"]) >= 2
     assert sum(life["flipped"] for life in found["lives"]) >= 1
     assert {life["roomy"] for life in found["lives"]} == {True, False}
     assert not (tmp_path / "store").exists()
     assert {row["verdict"] for row in found["steadiness"]["caps"]} == {"held"}
-    golden("soak-storage", {**found, "steadiness": sorted(found["steadiness"])})
+    # A quick machine's lives are over before the first sample.
+    golden("soak-storage", {**found, "samples": [], "steadiness": sorted(found["steadiness"])})
 
 
 def test_a_tier_that_loses_records_fails(tmp_path, monkeypatch):
