@@ -11,6 +11,7 @@ All parts together stay below a limit; the oldest that nobody is writing go firs
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import queue
@@ -125,10 +126,14 @@ class Recorder:
             return
         try:
             self._write(item)
-        except OSError as error:
+        except Exception as error:
             self._drop_part()
             if not self._retry_at_s:
-                logger.warning("kvtier: the recording stops until it can be written: %s", error)
+                logger.warning(
+                    "kvtier: the recording stops until it can be written: %s",
+                    error,
+                    exc_info=not isinstance(error, OSError),  # else a bug of ours
+                )
             self._retry_at_s = self._clock() + RETRY_S
             self.counts.add("recording_dropped_requests")
             return
@@ -173,7 +178,8 @@ class Recorder:
 
     def _drop_part(self) -> None:
         if self._part is not None:
-            self._part.close()
+            with contextlib.suppress(OSError):
+                self._part.close()
             self._part = None
 
     def close(self) -> None:

@@ -10,6 +10,7 @@ import os
 import random
 import stat
 import threading
+import time
 from types import SimpleNamespace
 
 import pytest
@@ -205,6 +206,26 @@ def test_a_folder_that_cannot_be_written(tmp_path, caplog):
     assert made.counts.take() == {"recorded_requests": 1}
     assert [line[1]["request"] for line in lines_of(folder)] == ["c"]
     assert [r.getMessage().partition(":")[0] for r in caplog.records] == ["kvtier", "kvtier"]
+
+
+def test_a_bug_does_not_end_the_writer(tmp_path, caplog, monkeypatch):
+    """Whatever is raised while a request is written, the thread lives and records later ones."""
+    clock = Clock()
+    made = Recorder(str(tmp_path), 4 << 20, BLOCK, clock)
+    with monkeypatch.context() as patch:
+        patch.setattr(made, "_write", lambda _: 1 // 0)
+        for name in "ab":
+            made.finished(request(name, hashes_of(("a", 3))), tracker(), SPACE)
+        deadline_s = time.monotonic() + 10
+        while not made._queue.empty() and time.monotonic() < deadline_s:
+            time.sleep(0.01)
+        time.sleep(0.05)
+    clock.now_s += recorder_module.RETRY_S
+    made.finished(request("c", hashes_of(("a", 3))), tracker(), SPACE)
+    made.close()
+    assert made.counts.take() == {"recording_dropped_requests": 2, "recorded_requests": 1}
+    assert [line[1]["request"] for line in lines_of(tmp_path)] == ["c"]
+    assert len(caplog.records) == 2
 
 
 def test_a_part_refers_to_no_other(tmp_path):
