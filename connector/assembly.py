@@ -250,6 +250,7 @@ def open_tiers(
                 item_bytes=item_bytes,
                 description=info.description,
                 keys=keys,
+                reads_at_once=-(-config.load_threads // 2),
             )
         )
     if config.redis is not None and info.shared_digest is not None:

@@ -95,6 +95,7 @@ class DiskTier(Tier):
         clock: Callable[[], float] = time.time,
         direct: str = "auto",
         poll_s: float = 1.0,
+        reads_at_once: int = 2,
     ) -> None:
         """Open a store.
 
@@ -111,6 +112,7 @@ class DiskTier(Tier):
             clock: Unix time in seconds.
             direct: "auto" uses O_DIRECT where the file system has it, "never" the page cache.
             poll_s: how often others' changes are looked for.
+            reads_at_once: reads under way at a time, while other threads check and copy.
 
         Raises:
             ConfigError: no such codec.
@@ -124,7 +126,7 @@ class DiskTier(Tier):
         self._description = dict(description or {})
         self._clock = clock
         self._folder = rank_folder(self._root, namespace, rank)
-        self._io = RecordIO(self._format, direct=direct != "never")
+        self._io = RecordIO(self._format, direct=direct != "never", reads_at_once=reads_at_once)
         self._index = Index()
         self._owner = Owner(self._root)
         self._usage = Usage(self._root, self._owner)

@@ -10,13 +10,11 @@ torn one fails its checks and is written again.
 from __future__ import annotations
 
 import errno
-import fcntl
-import mmap
 import os
 import stat
-import threading
 from typing import TYPE_CHECKING
 
+from .direct_io import IOV_MAX, AlignedPool, drop_direct, padded, read_all, rest_of
 from .errors import (
     DamageReason,
     RecordDamaged,
@@ -26,6 +24,7 @@ from .errors import (
     TierRefused,
     TierUnavailable,
 )
+from .read_turns import ReadTurns
 from .record import DISK_HEADER_BYTES, HEADER_BYTES, Header, check, parse_header
 from .record import payload_checksum as checksum_of
 from .tier import ALIGN_BYTES
@@ -37,18 +36,12 @@ if TYPE_CHECKING:
     from .tier import Buffers, RecordSpec
 
 PIECE_BYTES = 4 << 20  # read, then checked, while other threads do the same
-_IOV_MAX = 1024
 _OPEN_READ = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 _OPEN_WRITE = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
 _NOT_A_FILE = frozenset({errno.ELOOP, errno.ENXIO, errno.ENODEV, errno.ENOTDIR, errno.EISDIR})
 _REFUSED = frozenset(
     {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM, errno.EFBIG}
 )
-
-
-def padded(length: int) -> int:
-    """Return ``length`` rounded up to what O_DIRECT takes."""
-    return -(-length // ALIGN_BYTES) * ALIGN_BYTES
 
 
 def file_bytes(stored_bytes: int) -> int:
@@ -76,30 +69,6 @@ def _read_error(error: OSError, path: str) -> RecordError | TierError:
     return unavailable(error, f"cannot read {path}")
 
 
-class AlignedPool:
-    """Reusable anonymous mappings, a bounded number of bytes of them kept. Thread-safe."""
-
-    def __init__(self, keep_bytes: int = 64 << 20) -> None:
-        """Keep at most ``keep_bytes`` that nobody uses."""
-        self._keep_bytes = keep_bytes
-        self._kept: list[mmap.mmap] = []
-        self._lock = threading.Lock()
-
-    def take(self, length: int) -> mmap.mmap:
-        """Return a mapping of at least ``length`` bytes; its content is whatever it was."""
-        with self._lock:
-            for index, mapping in enumerate(self._kept):
-                if length <= len(mapping) <= 4 * length + (1 << 20):
-                    return self._kept.pop(index)
-        return mmap.mmap(-1, padded(max(length, 1)))
-
-    def give(self, mapping: mmap.mmap) -> None:
-        """Take a mapping back."""
-        with self._lock:
-            if sum(map(len, self._kept)) + len(mapping) <= self._keep_bytes:
-                self._kept.append(mapping)
-
-
 class RecordIO:
     """Reads and writes record files. Thread-safe; every call blocks on the disk.
 
@@ -107,10 +76,14 @@ class RecordIO:
         direct: whether O_DIRECT is used; cleared for good when the file system refuses it.
     """
 
-    def __init__(self, form: PayloadFormat, *, direct: bool) -> None:
-        """Use O_DIRECT until refused when ``direct``; ``form`` is what payloads go through."""
+    def __init__(self, form: PayloadFormat, *, direct: bool, reads_at_once: int = 2) -> None:
+        """Use O_DIRECT until refused when ``direct``; ``form`` is what payloads go through.
+
+        Of the threads that read records, ``reads_at_once`` wait for the disk at a time.
+        """
         self._form = form
         self.direct = direct
+        self._turns = ReadTurns(reads_at_once)
         self._pool = AlignedPool()
 
     def write(
@@ -160,17 +133,17 @@ class RecordIO:
             done = 0
             while buffers:
                 try:
-                    count = os.pwritev(fd, buffers[:_IOV_MAX], done)
+                    count = os.pwritev(fd, buffers[:IOV_MAX], done)
                 except OSError as error:
-                    if error.errno != errno.EINVAL or not _drop_direct(fd):
+                    if error.errno != errno.EINVAL or not drop_direct(fd):
                         raise
                     continue
                 if count <= 0:
                     raise OSError(errno.EIO, "nothing written")
                 done += count
                 if done % ALIGN_BYTES:
-                    _drop_direct(fd)
-                buffers = _rest(buffers, count)
+                    drop_direct(fd)
+                buffers = rest_of(buffers, count)
             os.utime(fd, (mtime_s, mtime_s))
         finally:
             os.close(fd)
@@ -221,18 +194,44 @@ class RecordIO:
         length = regular_length(fd)
         raw = length == DISK_HEADER_BYTES + spec.raw_bytes and spec.raw_bytes % ALIGN_BYTES == 0
         pieces = list(_cut(into, PIECE_BYTES)) if raw else [[]]
-        got = read_all(fd, [head, *pieces[0]], 0)
+        with self._turns:
+            got = read_all(fd, [head, *pieces[0]], 0)
         header = checked_header(head, got, length)
         check(header, spec, namespace, rank)
         self._form.admit(header)
         if self._form.as_is(header):
             if not raw:  # an odd raw length: the padding does not fit the caller's buffers
                 self._read_stored(fd, header, into)
-            elif checksum_of(_filled(fd, pieces, got)) != header.payload_checksum:
+            elif checksum_of(self._filled(fd, pieces, got)) != header.payload_checksum:
                 raise RecordDamaged(DamageReason.PAYLOAD, "payload checksum differs")
         else:
             self._read_stored(fd, header, into)
         return length
+
+    def _filled(self, fd: int, pieces: list[list[memoryview]], got: int) -> Iterator[memoryview]:
+        """Read a payload piece by piece, the first one of which was read with the header.
+
+        So the checksum of one record is computed while others are read: threads that read whole
+        records at the same speed would all compute at the same time, with the disk idle.
+
+        Args:
+            fd: a record's file.
+            pieces: where its payload goes.
+            got: bytes of header and first piece that were read.
+
+        Raises:
+            RecordDamaged: TRUNCATED.
+            OSError: a read fails.
+        """
+        end = DISK_HEADER_BYTES
+        for number, piece in enumerate(pieces):
+            if number:
+                with self._turns:
+                    got = end + read_all(fd, piece, end)
+            end += sum(map(len, piece))
+            if got < end:
+                raise RecordDamaged(DamageReason.TRUNCATED, f"ends at {got}, inside its payload")
+            yield from piece
 
     def _read_stored(self, fd: int, header: Header, into: Buffers) -> None:
         """Read the stored payload into staging, verify it, decode it."""
@@ -240,7 +239,9 @@ class RecordIO:
         staging = self._pool.take(total)
         try:
             with memoryview(staging) as room, room[:total] as whole:
-                if read_all(fd, [whole], DISK_HEADER_BYTES) < total:
+                with self._turns:
+                    got = read_all(fd, [whole], DISK_HEADER_BYTES)
+                if got < total:
                     raise RecordDamaged(DamageReason.TRUNCATED, "ends inside its payload")
                 with whole[: header.stored_bytes] as stored, whole[header.stored_bytes :] as rest:
                     if checksum_of([stored]) != header.payload_checksum or any(rest):
@@ -297,30 +298,6 @@ def checked_header(head: memoryview, got: int, length: int) -> Header:
     return header
 
 
-def read_all(fd: int, buffers: Sequence[memoryview], offset: int) -> int:
-    """Fill the buffers from ``offset``; return the bytes read, fewer only at the end of the file.
-
-    Raises:
-        OSError: the read fails.
-    """
-    done = 0
-    left: list[bytes | memoryview] = list(buffers)
-    while left:
-        try:
-            count = os.preadv(fd, left[:_IOV_MAX], offset + done)
-        except OSError as error:
-            if error.errno != errno.EINVAL or not _drop_direct(fd):
-                raise
-            continue
-        if count == 0:
-            break
-        done += count
-        if done % ALIGN_BYTES:
-            _drop_direct(fd)
-        left = _rest(left, count)
-    return done
-
-
 def _cut(buffers: Sequence[memoryview], piece_bytes: int) -> Iterator[list[memoryview]]:
     """Cut buffers into runs of at most ``piece_bytes``."""
     piece: list[memoryview] = []
@@ -337,52 +314,6 @@ def _cut(buffers: Sequence[memoryview], piece_bytes: int) -> Iterator[list[memor
                 piece, left = [], piece_bytes
     if piece:
         yield piece
-
-
-def _filled(fd: int, pieces: list[list[memoryview]], got: int) -> Iterator[memoryview]:
-    """Read a payload piece by piece, the first one of which was read with the header.
-
-    So the checksum of one record is computed while others are read: threads that read whole
-    records at the same speed would all compute at the same time, with the disk idle.
-
-    Args:
-        fd: a record's file.
-        pieces: where its payload goes.
-        got: bytes of header and first piece that were read.
-
-    Raises:
-        RecordDamaged: TRUNCATED.
-        OSError: a read fails.
-    """
-    end = DISK_HEADER_BYTES
-    for number, piece in enumerate(pieces):
-        if number:
-            got = end + read_all(fd, piece, end)
-        end += sum(map(len, piece))
-        if got < end:
-            raise RecordDamaged(DamageReason.TRUNCATED, f"ends at {got}, inside its payload")
-        yield from piece
-
-
-def _rest(buffers: list[bytes | memoryview], count: int) -> list[bytes | memoryview]:
-    """Return the buffers without their first ``count`` bytes."""
-    for index, buffer in enumerate(buffers):
-        if count < len(buffer):
-            tail = buffers[index:]
-            if count:
-                tail[0] = memoryview(buffer)[count:]
-            return tail
-        count -= len(buffer)
-    return []
-
-
-def _drop_direct(fd: int) -> bool:
-    """Go on without O_DIRECT on this descriptor; False when it had none."""
-    flags = fcntl.fcntl(fd, fcntl.F_GETFL)
-    if not flags & os.O_DIRECT:
-        return False
-    fcntl.fcntl(fd, fcntl.F_SETFL, flags & ~os.O_DIRECT)
-    return True
 
 
 def _unlink_quietly(path: str) -> None:

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING
 
 import xxhash
 
-from .disk_file import checked_header, open_record, padded, read_all, regular_length, unavailable
+from .direct_io import padded, read_all
+from .disk_file import checked_header, open_record, regular_length, unavailable
 from .errors import DamageReason, RecordDamaged
 from .key import key_name
 from .record import DISK_HEADER_BYTES

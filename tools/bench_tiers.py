@@ -52,7 +52,7 @@ BLOCK_TOKENS = 16
 GROUP = 0
 NAMESPACE = NamespaceInfo(b"kvtier-bench\0\0\0\0", 1, {"model": "kvtier bench tiers"})
 JOB_TIMEOUT_S = 120.0
-VERIFY_ROUNDS = 4  # in each round, verified first and last in turns
+VERIFY_ROUNDS = 6  # in each round, verified first and last in turns: the two differ by little
 RAM_ROUNDS = 3  # in each round: copies are short, so take more of them
 
 
@@ -82,11 +82,6 @@ class _Times:
     def ratio(self) -> float:
         return statistics.median(self.plain) / statistics.median(self.ours)
 
-    @property
-    def best_ratio(self) -> float:
-        """Of the best times: for two things that differ by less than a machine's noise."""
-        return min(self.plain) / min(self.ours)
-
 
 def run(options: TiersBench, say: Callable[[str], None]) -> dict[str, Any]:
     """Return the figures; the headline ratios are the worst over the record sizes."""
@@ -107,8 +102,11 @@ def run(options: TiersBench, say: Callable[[str], None]) -> dict[str, Any]:
         "disk": {
             "load_ratio_to_odirect": worst("disk_load_ratio_to_odirect"),
             "save_ratio_to_odirect": worst("disk_save_ratio_to_odirect"),
-            # The time of a load that trusts the disk over that of a real one.
-            "verified_ratio_to_unverified": worst("disk_verified_ratio_to_unverified"),
+            # All sizes' loads that trust the disk over all that check: of one size alone the two
+            # differ by no more than the machine's noise.
+            "verified_ratio_to_unverified": round(
+                sum(row["unverified_s"] for row in rows) / sum(row["verified_s"] for row in rows), 3
+            ),
         },
         "rows": rows,
     }
@@ -145,7 +143,9 @@ def _measure(options: TiersBench, record_mib: int, folder: str) -> dict[str, Any
         "ram_save_ratio_to_memcpy": round(ram_save.ratio, 3),
         "disk_load_ratio_to_odirect": round(disk_load.ratio, 3),
         "disk_save_ratio_to_odirect": round(disk_save.ratio, 3),
-        "disk_verified_ratio_to_unverified": round(verified.best_ratio, 3),
+        "disk_verified_ratio_to_unverified": round(verified.ratio, 3),
+        "verified_s": round(statistics.median(verified.ours), 4),
+        "unverified_s": round(statistics.median(verified.plain), 4),
         "memcpy_s": round(statistics.median(ram_load.plain), 4),
         "one_large_memcpy_s": round(statistics.median(large), 4),
         "plain_read_s": round(statistics.median(disk_load.plain), 4),

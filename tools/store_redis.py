@@ -151,7 +151,7 @@ class RedisServerStore(Store):
     def _payload(self, record: Record, header: Header) -> memoryview:
         import mmap
 
-        from ..storage.disk_file import padded
+        from ..storage.direct_io import padded
         from ..storage.tier import RecordSpec
 
         room = memoryview(mmap.mmap(-1, padded(header.stored_bytes)))[: header.stored_bytes]

@@ -19,7 +19,7 @@ from itertools import count
 import pytest
 
 import kvtier.connector.assembly as assembly
-from kvtier.storage import disk_file, disk_place
+from kvtier.storage import direct_io, disk_file, disk_place
 from kvtier.storage.link import LinkLimits
 
 from . import models
@@ -57,6 +57,7 @@ def place(tmp_path_factory):
     ).returncode  # fmt: skip
     edge = Edge()
     with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(direct_io, "os", edge)
         patch.setattr(disk_file, "os", edge)
         patch.setattr(disk_place, "os", edge)
         quick = LinkLimits(min_backoff_s=0.1, max_backoff_s=0.3, hang_s=0.5)
