@@ -47,9 +47,8 @@ test-previous: $(VENV)/.test $(PREVIOUS)/.done ## the engine tests on the vLLM v
 	  tests/engine/test_identity.py tests/engine/test_pressure.py tests/engine/test_ranks.py \
 	  tests/engine/test_draft_heads.py tests/engine/test_async.py tests/engine/test_runners.py
 
-torture: fuzz ## the long forms: fuzzing, 500 kills, 2,000 simulated engines, storms (two hours)
-	KVTIER_SIM_SEEDS=$${KVTIER_SIM_SEEDS:-2000} $(BIN)/python -m pytest -m 'torture or not torture' \
-	  tests/property/storage tests/sim tests/engine/test_storms.py $(PYTEST_FLAGS)
+torture: $(VENV)/.fuzz ## the long forms: fuzzing, 500 kills, 2,000 simulated engines, storms (an hour)
+	tests/torture.sh $(BIN)/python
 
 fuzz: $(VENV)/.fuzz ## every parser with atheris, each for FUZZ_SECONDS (60)
 	PYTHONPATH=.src $(BIN)/python -m tests.property.fuzz $${FUZZ_SECONDS:-60}
