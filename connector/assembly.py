@@ -18,6 +18,7 @@ from ..storage.ram import Arena
 from ..storage.tier import Tier
 from ..storage.transfer import TransferLimits
 from . import shared_tiers
+from .adapters import Adapters
 from .audit import AuditOptions
 from .audit_compare import layers_of
 from .audit_worker import AuditSetup
@@ -31,7 +32,6 @@ from .recorder import Recorder
 from .regions import build_region_tables
 from .scheduler import SchedulerHalf
 from .tracker import SchedulerOptions
-from .weights import WeightsCache, lora_fingerprint
 from .worker import ArenaPlan, WorkerHalf
 from .write_back import WritePolicy
 
@@ -108,7 +108,7 @@ def build_scheduler(
         lookup_deadline_s=config.lookup_deadline_s,
         write=write_policy(config),
         shared=shared_tiers.shared_options(config, n_holders, namespace_changed),
-        adapter_of=adapter_of(),
+        adapter_of=Adapters().fingerprint,
         audit=AuditOptions(config.audit_rate),
         recorder=open_recorder(config, geometry),
         control=open_control(config),
@@ -149,17 +149,6 @@ def write_policy(config: Config) -> WritePolicy:
         back=tuple(t for t in tiers if ways[t] == "back"),
         min_uses=config.min_uses,
     )
-
-
-def adapter_of() -> Callable[[Any], str | None]:
-    """Return a function from a request to the fingerprint of its LoRA adapter's content."""
-    cache = WeightsCache()
-
-    def fingerprint(request: Any) -> str | None:
-        lora = getattr(request, "lora_request", None)
-        return None if lora is None else lora_fingerprint(str(lora.lora_path), cache)
-
-    return fingerprint
 
 
 def build_worker(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import multiprocessing
+import shutil
 
 import numpy as np
 import pytest
@@ -75,6 +76,29 @@ def test_adapters_never_share(tmp_path):
                 assert (answer.restored_tokens >= CHUNK_TOKENS) == restored
                 engine.forget()
         engine.assert_clean()
+
+
+def test_an_adapter_that_changes_under_a_running_engine_shares_nothing(tmp_path):
+    """The engine goes on with the old one: its KV is not served to the new one after a restart."""
+    from vllm.lora.request import LoRARequest
+
+    old, new = (make_adapter(tmp_path / name, i) for i, name in enumerate(("old", "new"), 1))
+    adapter = LoRARequest("one", 1, old)
+    lora = {"enable_lora": True, "max_loras": 2, "max_lora_rank": 8}
+    settings = {"disk": str(tmp_path / "store"), "disk_capacity": "1GiB"}
+    with Engine(models.LLAMA, settings, **lora) as engine:
+        before = engine.ask(TOKENS, N, lora=adapter)
+        right = engine.ask(TOKENS, N, lora=LoRARequest("two", 2, new))
+        shutil.copy(f"{new}/adapter_model.safetensors", old)
+        engine.forget()
+        after = engine.ask(TOKENS, N, lora=adapter)
+        assert after.distance(before) <= FLOAT32_TOLERANCE, "this vLLM reads adapters anew"
+        assert after.restored_tokens == 0
+        engine.assert_clean()
+    with Engine(models.LLAMA, settings, **lora) as engine:
+        again = engine.ask(TOKENS, N, lora=adapter)
+        assert again.distance(right) <= FLOAT32_TOLERANCE
+        assert again.restored_tokens == 0
 
 
 def stored(engine):
