@@ -37,11 +37,12 @@ class PlanMetadata(base.KVConnectorMetadata):
 
 @dataclass
 class WorkerFacts(base.KVConnectorHandshakeMetadata):
-    """What a rank tells the scheduler once, at start."""
+    """What a rank tells the scheduler once, at start; ``off`` is why it does nothing."""
 
     rank: int
     facts: dict[str, Any]
     ready_pages: int
+    off: str | None = None
 
 
 @dataclass
@@ -83,7 +84,9 @@ class KVTierConnector(base.KVConnectorBase_V1, base.SupportsHMA):
         self._names: NamespaceSource | None = None
         self._geometry: Geometry | None = None
         self._gauge_step = 0
+        self._off: str | None = None
         try:
+            engine_api.check_interface()
             self._geometry = from_kv_cache_config(
                 vllm_config, kv_cache_config, self._settings.chunk_tokens
             )
@@ -115,9 +118,9 @@ class KVTierConnector(base.KVConnectorBase_V1, base.SupportsHMA):
         )
 
     def _turn_off(self, reason: str) -> None:
-        self._scheduler = None
-        self._worker = None
-        self._geometry = None
+        self.shutdown()
+        self._scheduler = self._worker = self._geometry = self._names = None
+        self._off = reason
         logger.warning("kvtier: off in this engine, no hits and nothing saved: %s", reason)
 
     # -- what vLLM asks of the class -------------------------------------------
@@ -179,6 +182,11 @@ class KVTierConnector(base.KVConnectorBase_V1, base.SupportsHMA):
         if self._names is None or self._scheduler is None:
             return
         facts = [value for value in values if isinstance(value, WorkerFacts)]
+        off = {fact.off for fact in facts if fact.off is not None}
+        if off or 0 < len(facts) < self._n_ranks:
+            # A rank that does nothing would never report a load: its request would wait for ever.
+            self._turn_off("; ".join(sorted(off)) or f"only ranks {[f.rank for f in facts]} answer")
+            return
         self._names.set_ranks({str(f.rank): f.facts for f in facts})
         for fact in facts:
             self._scheduler.pages_ready(fact.rank, fact.ready_pages)
@@ -284,11 +292,16 @@ class KVTierConnector(base.KVConnectorBase_V1, base.SupportsHMA):
             )
         except GeometryError as err:
             self._turn_off(str(err))
+        except (ConfigError, MemoryError, OSError):
+            raise
+        except Exception as err:
+            logger.debug("kvtier: start failed", exc_info=True)
+            self._turn_off(f"this engine is not understood: {err!r}")
 
     def get_handshake_metadata(self) -> base.KVConnectorHandshakeMetadata | None:
-        """Tell the scheduler what only a worker knows."""
+        """Tell the scheduler what only a worker knows, be it that it does nothing."""
         if self._geometry is None or self._worker is None:
-            return None
+            return WorkerFacts(self._rank, {}, 0, self._off or "no KV cache was registered")
         from .namespace import worker_facts  # noqa: PLC0415 (only once)
 
         facts = worker_facts(self._vllm, self._geometry)
@@ -328,6 +341,8 @@ class KVTierConnector(base.KVConnectorBase_V1, base.SupportsHMA):
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
         """Refuse to be used where failures cannot be told (`get_transfer_results` can)."""
+        if self._worker is None:  # an engine so old that it has nothing else to ask
+            return None, None
         results = self.get_transfer_results(finished_req_ids)
         return None, results.finished_recving
 

@@ -192,9 +192,37 @@ def boundary_offloads(scheduler_output: Any) -> Mapping[str, Sequence[tuple[int,
     return offers or {}
 
 
-def offers_block_state(scheduler_output: Any) -> bool:
-    """Say whether this engine hands block tables and states to a connector."""
-    return getattr(scheduler_output, "kv_connector_block_state", None) is not None
+def check_interface() -> None:
+    """Refuse an engine that lacks what a save or a load cannot do without.
+
+    Raises:
+        GeometryError: one line that names what it lacks.
+    """
+    try:
+        from vllm.distributed.kv_transfer.kv_connector.v1 import base  # noqa: PLC0415 (slow)
+        from vllm.v1.core import kv_cache_utils  # noqa: PLC0415 (slow)
+        from vllm.v1.core.sched.output import SchedulerOutput  # noqa: PLC0415 (slow)
+    except ImportError as err:
+        raise GeometryError(
+            f"this vLLM is built in a way that kvtier does not know: {err}"
+        ) from None
+    lacking = [
+        what
+        for what, there in (
+            ("to tell which loads failed", hasattr(base, "KVConnectorTransferResults")),
+            (
+                "block tables in each step",
+                "kv_connector_block_state" in SchedulerOutput.__annotations__,
+            ),
+            (
+                "the root of its prefix hashes",
+                "NONE_HASH" in {**vars(kv_cache_utils), **kv_cache_utils.__annotations__},
+            ),
+        )
+        if not there
+    ]
+    if lacking:
+        raise GeometryError(f"this vLLM ({engine_version()}) does not offer {', '.join(lacking)}")
 
 
 def root_hash(vllm_config: Any) -> tuple[str, bytes] | None:
