@@ -3,12 +3,17 @@
 Tiers of this engine's own (RAM, a folder) and tiers that engines share keep an
 epoch each, so that a clear of one engine's folder does not part it from the
 others, and a shared tier that does not answer leaves the folder of use.
+
+A clear says that the weights in memory may no longer be those of the checkpoint,
+by which the namespace names them. So what an engine stores after a clear is its own
+until it ends: no engine that starts later, with the checkpoint's weights, finds it.
 """
 
 from __future__ import annotations
 
 import logging
 import os
+import secrets
 import time
 from collections.abc import Callable
 from typing import Any
@@ -42,6 +47,7 @@ class NamespaceSource:
         geometry: read from the same.
         config: the settings.
         clock: monotonic seconds.
+        new_mark: a text that no other call of any engine returns.
     """
 
     def __init__(
@@ -51,7 +57,10 @@ class NamespaceSource:
         geometry: Geometry,
         config: Config,
         clock: Callable[[], float] = time.monotonic,
+        new_mark: Callable[[], str] = lambda: secrets.token_hex(8),
     ) -> None:
+        self._new_mark = new_mark
+        self._cleared: dict[str, str] = {}  # what parts this engine from all others
         self._vllm = vllm_config
         self._config = config
         self._clock = clock
@@ -108,7 +117,8 @@ class NamespaceSource:
         if root is None:
             return None
         return ns.namespace_of(
-            {**self._fields, **root}, root_is_random=engine_api.root_hash_is_random(self._vllm)
+            {**self._fields, **root, **self._cleared},
+            root_is_random=engine_api.root_hash_is_random(self._vllm),
         )
 
     def _tell(self, space: Namespace) -> None:
@@ -143,8 +153,12 @@ class NamespaceSource:
         return self._shared
 
     def raise_epoch(self) -> bool:
-        """Make everything stored so far unreachable; False (and a line) when it is not durable."""
+        """Make everything stored so far unreachable; False (and a line) when it is not durable.
+
+        What is stored from now on is found by this engine alone, see above.
+        """
         kept = True
+        self._cleared = {"cleared_by": self._new_mark()}
         if self._root is None:
             self._memory_epoch += 1
         else:

@@ -96,7 +96,7 @@ class SharedEpoch:
                     self._told = value
                     logger.warning(
                         "kvtier: another engine has cleared the shared tier (epoch %d, here %s) "
-                        "and may have new weights; restart this one to share with it again",
+                        "and may have new weights; restart this one to share with those to come",
                         value,
                         self._value,
                     )

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
-ROOT_FIELDS = ("hash_algorithm", "root_hash", "hash_lookahead_tokens", "cache_epoch")
+ROOT_FIELDS = ("hash_algorithm", "root_hash", "hash_lookahead_tokens", "cache_epoch", "cleared_by")
 
 
 def words(description: Mapping[str, Any] | None) -> dict[str, str]:
