@@ -40,6 +40,7 @@ def model_fields(vllm_config: Any, cache: weights.WeightsCache | None) -> dict[s
         "quantization": plain(getattr(model, "quantization", None)),
         "quantization_config": plain(getattr(model, "quantization_config", None)),
         "implementation": plain(getattr(model, "model_impl", None)),
+        "classes": plain(getattr(model, "model_class_overrides", None)),
         "sliding_window_off": bool(getattr(model, "disable_sliding_window", False)),
         "rope": _rope(model),
     }
@@ -144,8 +145,8 @@ def group_fields(kv_cache_config: Any, geometry: Geometry) -> list[dict[str, Any
     return out
 
 
-def parallel_fields(vllm_config: Any) -> dict[str, Any]:
-    """Return how the model is spread over ranks."""
+def parallel_fields(vllm_config: Any, kv_cache_config: Any) -> dict[str, Any]:
+    """Return how the model is spread over ranks, and how many in a row hold the same KV."""
     parallel = vllm_config.parallel_config
     names = (
         "tensor_parallel_size",
@@ -157,6 +158,7 @@ def parallel_fields(vllm_config: Any) -> dict[str, Any]:
     )
     return {
         **{name: int(getattr(parallel, name, 1) or 1) for name in names},
+        "kv_replicas": engine_api.identical_ranks(vllm_config, kv_cache_config),
         "layer_partition": os.getenv("VLLM_PP_LAYER_PARTITION"),
     }
 

@@ -108,7 +108,7 @@ def static_fields(
         "model": identity.model_fields(vllm_config, weights_cache),
         "cache": identity.cache_fields(vllm_config, geometry),
         "groups": identity.group_fields(kv_cache_config, geometry),
-        "parallel": identity.parallel_fields(vllm_config),
+        "parallel": identity.parallel_fields(vllm_config, kv_cache_config),
         "attention": identity.attention_fields(vllm_config, kv_cache_config, geometry),
         "speculation": identity.speculation_fields(vllm_config, weights_cache),
         "adapters": identity.adapter_fields(vllm_config),

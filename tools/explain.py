@@ -154,6 +154,7 @@ def chain_of(space: Space, prompt: Prompt) -> Chain:
     ranks = int(parallel.get("tensor_parallel_size", 1)) * int(
         parallel.get("pipeline_parallel_size", 1)
     )
+    ranks //= int(parallel.get("kv_replicas", 1))  # the first of those that hold the same writes
     return Chain(space, chunk, block, ranks, groups, hashes, whose)
 
 

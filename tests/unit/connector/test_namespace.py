@@ -69,7 +69,7 @@ class Engine:
                 prefix_caching_hash_algo="sha256",
             ),
             parallel_config=SimpleNamespace(
-                tensor_parallel_size=1, pipeline_parallel_size=1, decode_context_parallel_size=1,
+                tensor_parallel_size=2, pipeline_parallel_size=1, decode_context_parallel_size=1,
                 prefill_context_parallel_size=1, cp_kv_cache_interleave_size=1,
                 dcp_kv_cache_interleave_size=1, rank=0, data_parallel_rank=0,
             ),
@@ -95,6 +95,8 @@ class Engine:
             (Region("l.0", 0, 1024, 1024), Region("l.1", 9, 1024, 1024)),
         )
         self.geometry = Geometry((group,), 16, 16, 16, 256, 100, "LBHNC", 1)
+        self.packing: list[str] | None = ["vec"]
+        self.replicas = 1
         self.tenant: str | None = None
         self.root = ("sha256", b"\1" * 32)
         self.version = "0.32.0"
@@ -111,7 +113,11 @@ class Engine:
     def namespace(self, patch: pytest.MonkeyPatch) -> namespace.Namespace:
         patch.setattr(engine_api, "root_hash", lambda _: self.root)
         patch.setattr(engine_api, "engine_version", lambda: self.version)
-        config = SimpleNamespace(kv_cache_groups=[SimpleNamespace(kv_cache_spec=self.spec)])
+        patch.setattr(engine_api, "cpu_packing", lambda *_: self.packing)
+        config = SimpleNamespace(
+            kv_cache_groups=[SimpleNamespace(kv_cache_spec=self.spec)],
+            kv_tp_replicas=self.replicas,
+        )
         fields = namespace.static_fields(
             self.vllm, config, self.geometry, weights_cache=WeightsCache(), tenant=self.tenant
         )
@@ -175,13 +181,16 @@ CHANGES = {
     "state dtype": setter("cache_config.mamba_cache_dtype", "float32"),
     "ssm state dtype": setter("cache_config.mamba_ssm_cache_dtype", "float32"),
     "block size": setter("cache_config.block_size", 32),
-    "tensor parallel": setter("parallel_config.tensor_parallel_size", 2),
+    "tensor parallel": setter("parallel_config.tensor_parallel_size", 4),
+    "replicated KV": own("replicas", 2),
     "pipeline parallel": setter("parallel_config.pipeline_parallel_size", 2),
     "context parallel": setter("parallel_config.decode_context_parallel_size", 2),
     "prefill context parallel": setter("parallel_config.prefill_context_parallel_size", 2),
     "interleaving": setter("parallel_config.cp_kv_cache_interleave_size", 16),
     "attention asked for": setter("attention_config.backend", Backend.TRITON),
     "attention by kind": setter("attention_config.backend_per_kind", {"full": Backend.TRITON}),
+    "CPU packing": own("packing", ["amx"]),
+    "class overrides": setter("model_config.model_class_overrides", {"A": "b:C"}),
     "device": setter("device_config.device_type", "rocm"),
     "no speculation": setter("speculative_config", None),
     "speculation method": setter("speculative_config.method", "mtp"),

@@ -229,6 +229,17 @@ def test_a_rank_that_lacks_its_record_ends_the_hit(store, prompt):
     assert "[1]" in found["detail"]
 
 
+def test_ranks_that_hold_the_same_store_it_once(store, prompt):
+    """Of four ranks in pairs of equal ones two records a chunk are all that there is."""
+    path, tokens = prompt
+    pairs = described()
+    pairs["parallel"] = {"tensor_parallel_size": 4, "pipeline_parallel_size": 1, "kv_replicas": 2}
+    for rank, ends in ((0, [64, 128]), (1, [64])):
+        save(store, tokens, ends, rank=rank, description=pairs)
+    (found,) = asked(store, path)["namespaces"]
+    assert (found["hit_tokens"], found["reason"]) == (64, "rank_missing")
+
+
 def test_a_salt_or_a_tenant_makes_other_keys(store, prompt):
     """With the salt that the request had nothing is found, without it everything."""
     path, tokens = prompt
