@@ -37,6 +37,7 @@ EDGE_BYTES = 64 << 10
 BUDGET_SAMPLES = 2048  # 8 MiB in all: under 2 s even at 1 ms a read
 MAX_HEADER_BYTES = 100 << 20  # safetensors' own limit
 FINGERPRINT_BYTES = 16
+MAX_SEEN_CONTENTS = 1000  # that one path is remembered to have had before
 
 _SHARD_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".ckpt", ".tensors", ".npz")
 _CONFIG_FILES = re.compile(
@@ -88,14 +89,17 @@ class WeightsCache:
     def settle(self, path: str, signature: Signature, content: str, *, whole: bool) -> str:
         """Return the fingerprint for a content just taken, and remember it."""
         entry = self._entries.get(path, {})
+        seen = [c for c in (*_list(entry.get("seen")), entry.get("content")) if c is not None]
         value = content
-        if not whole and entry.get("content") == content:
+        if not whole and content in seen:
             # Other files, same samples: cannot be told apart, so they must not share.
             value = _digest(content, json.dumps(_plain(signature)))
+        seen = [c for c in dict.fromkeys(seen) if c != content]
         self._entries[path] = {
             "signature": _plain(signature),
             "content": content,
             "value": value,
+            "seen": seen[-MAX_SEEN_CONTENTS:],
         }
         self._save()
         return value
@@ -305,6 +309,10 @@ def _digest(*parts: str) -> str:
     digest = hashlib.blake2b(digest_size=FINGERPRINT_BYTES)
     _feed(digest, *(part.encode() for part in parts))
     return digest.hexdigest()
+
+
+def _list(value: Any) -> list[Any]:
+    return value if isinstance(value, list) else []
 
 
 def _plain(signature: Signature) -> list[list[Any]]:

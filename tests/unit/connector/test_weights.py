@@ -150,6 +150,34 @@ def test_an_edit_that_samples_miss_is_noticed_in_place(
     assert weights.weights_fingerprint(str(model), third) == second
 
 
+@pytest.mark.parametrize("memory", ["process", "file"])
+def test_an_edit_that_samples_miss_is_noticed_after_other_weights(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, memory: str
+) -> None:
+    """A path that had other weights in between: what looks like its first ones is not taken so."""
+    monkeypatch.setattr(weights, "WHOLE_BYTES", 0)
+    monkeypatch.setattr(weights, "_sample_ranges", lambda *_: [(200_000, 100)])
+    monkeypatch.setattr(weights, "_edges", lambda _: [])
+    note = str(tmp_path / "weights.json") if memory == "file" else None
+    cache = WeightsCache(note)
+    shard = model / "model-0.safetensors"
+
+    def now(time_ns: int) -> str:
+        os.utime(shard, ns=(time_ns, time_ns))
+        return weights.weights_fingerprint(
+            str(model), WeightsCache(note) if memory == "file" else cache
+        )
+
+    first = now(5)
+    change(shard, 200_000)
+    others = {now(6)}
+    change(shard, 200_000)  # as before where it is sampled,
+    change(shard, 100_000)  # and not elsewhere
+    others.add(now(7))
+    assert first not in others
+    assert len(others) == 2
+
+
 def test_nothing_is_read_twice(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """While path, sizes, times and inodes stay, the content is not read again."""
     cache = WeightsCache()
