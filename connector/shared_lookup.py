@@ -13,6 +13,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import overload
 
 from ..storage.catalog import Catalog
 from ..storage.counts import Counts
@@ -110,7 +111,9 @@ class SharedLookup:
             return False
         hashes = list(hashes)  # the engine may change its own
         ends = range((first + 1) * chunk, limit // chunk * chunk + 1, chunk)
-        chunks = [self._keys(hashes, end - chunk, end) for end in ends]
+        # Made where they are asked for, on the prober's thread: a recurrent group has a key
+        # at every boundary.
+        chunks = _Chunks(ends, lambda end: self._keys(hashes, end - chunk, end))
         inside = partial(self._inside, hashes, first, limit, limit_tokens)
         self._number += 1
         question = Question(self._number, ticket, mark, chunks, inside, self._led)
@@ -238,6 +241,26 @@ class SharedLookup:
     def close(self) -> None:
         """Stop asking."""
         self.set_probers(())
+
+
+class _Chunks(Sequence[list[bytes]]):
+    """The keys of each chunk, made when they are looked at."""
+
+    def __init__(self, ends: range, keys: Callable[[int], list[bytes]]) -> None:
+        self._ends = ends
+        self._keys = keys
+
+    def __len__(self) -> int:
+        return len(self._ends)
+
+    @overload
+    def __getitem__(self, index: int) -> list[bytes]: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[list[bytes]]: ...
+    def __getitem__(self, index: int | slice) -> list[bytes] | list[list[bytes]]:
+        if isinstance(index, slice):
+            return [self._keys(end) for end in self._ends[index]]
+        return self._keys(self._ends[index])
 
 
 def _remember(memory: dict[bytes, float], key: bytes, until_s: float) -> None:
