@@ -8,7 +8,8 @@ Past the edge of a tier or of the configuration only these are raised::
     |-- AddressError           block ids or spans that cannot be right
     |-- RecordError            one record cannot be served; the tier is fine
     |   |-- RecordMissing
-    |   `-- RecordDamaged      .reason says what disagreed
+    |   |-- RecordDamaged      .reason says what disagreed
+    |   `-- RecordRefused      cannot be written now; others can
     `-- TierError              the tier cannot serve now
         |-- TierRefused        writes refused (full, read-only); reads go on
         `-- TierUnavailable    neither reads nor writes
@@ -67,6 +68,10 @@ class RecordDamaged(RecordError):
     def __init__(self, reason: DamageReason, detail: str) -> None:
         super().__init__(f"{reason.value}: {detail}")
         self.reason = reason
+
+
+class RecordRefused(RecordError):
+    """This record cannot be written now, where others can (its node of a cluster is gone)."""
 
 
 class TierError(KVTierError):

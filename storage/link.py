@@ -15,7 +15,14 @@ from functools import partial
 
 from .breaker import Breaker, BreakerState
 from .counts import Counts
-from .errors import DamageReason, RecordDamaged, RecordMissing, TierRefused, TierUnavailable
+from .errors import (
+    DamageReason,
+    RecordDamaged,
+    RecordMissing,
+    RecordRefused,
+    TierRefused,
+    TierUnavailable,
+)
 from .jobs import ChunkStatus
 from .lanes import Lane
 from .tier import Buffers, RecordSpec, Tier, TierChanges
@@ -195,6 +202,10 @@ class TierLink:
             self.tier.put(spec, payload, replace=spec.key in self._foreign)
             with self._foreign_lock:
                 self._foreign.pop(spec.key, None)
+        except RecordRefused:
+            self._counts.add(f"save_dropped_chunks.{self.name}.refused")
+            self.breaker.success()
+            return False
         except TierRefused as err:
             self._counts.add(f"save_dropped_chunks.{self.name}.refused")
             self.breaker.success()

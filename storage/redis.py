@@ -23,13 +23,13 @@ from .errors import (
     DamageReason,
     RecordDamaged,
     RecordMissing,
+    RecordRefused,
     TierError,
-    TierRefused,
     TierUnavailable,
 )
 from .key import NAMESPACE_BYTES
 from .payload import PayloadFormat
-from .redis_ask import Question, ask, suspecting
+from .redis_ask import Question, any_answers, ask, suspecting
 from .redis_layout import GENERATION_BYTES, HEAD_BYTES, Head, Names, parse_head
 from .redis_record import Place, StripeGoneError, read_record, write_record
 from .redis_scan import head_names, heads_of, unlink_all
@@ -53,6 +53,10 @@ _TRIES = 8  # of a record that is replaced again and again while it is read
 _BATCH_KEYS = 256
 _DESCRIBE_EVERY_S = 3600.0
 _TOUCH_SHARE = 0.1  # of the time to live, before a record is given it anew
+
+
+class NodeGoneError(Exception):
+    """The node of a cluster that holds a record does not answer, where others do."""
 
 
 class RedisTier(Tier):
@@ -139,8 +143,8 @@ class RedisTier(Tier):
                     wire, self._place, spec, head, packed.parts, overwrite=replace
                 ),
             )
-        except MigratingError as error:
-            raise TierRefused(f"redis: the slot is moving: {error}") from None
+        except (MigratingError, NodeGoneError) as error:
+            raise RecordRefused(f"redis: {error}") from None
         if written.result is PutResult.STORED:
             with self._lock:
                 self._records -= written.replaced_bytes is not None
@@ -163,8 +167,8 @@ class RedisTier(Tier):
                         break
                     gone = error  # replaced while we read, perhaps: look again
             raise RecordDamaged(DamageReason.TRUNCATED, str(gone))
-        except MigratingError:
-            raise RecordMissing("its slot is moving between nodes") from None
+        except (MigratingError, NodeGoneError) as error:
+            raise RecordMissing(str(error)) from None
         except RecordMissing:
             self._note(spec.key, there=False)
             raise
@@ -175,21 +179,37 @@ class RedisTier(Tier):
         for _hop in range(_HOPS):
             node = self._servers.node_of(head_name)
             try:
-                with suspecting(self._servers):
+                with suspecting(self._servers, node):
                     return node.payloads.call(work)
             except MovedError:
                 self._servers.moved()
+            except TierUnavailable as error:
+                if self._servers.others_answer(node):
+                    raise NodeGoneError(str(error)) from None
+                raise
         raise TierUnavailable("redis: keys keep moving; a cluster needs redis+cluster://")
 
     # -- questions ---------------------------------------------------------
 
     def contains_many(self, keys: Sequence[bytes]) -> list[bool]:
-        """Return which keys have a head: one round trip (one to every node, all at once)."""
-        found = self._ask_each(keys, lambda name: command(b"EXISTS", name))
+        """Return which keys have a head: one round trip (one to every node, all at once).
+
+        Of a cluster whose nodes do not all answer, what the others say counts.
+        """
+        try:
+            found = self._ask_each(keys, lambda name: command(b"EXISTS", name))
+        except TierUnavailable:
+            if not any_answers(self._servers, self._names.description):
+                raise
+            return [False] * len(keys)
         return [answer == 1 for answer in found]
 
     def delete(self, keys: Iterable[bytes]) -> int:
-        """Delete records, heads first; return how many were there."""
+        """Delete records, heads first; return how many were there.
+
+        Raises:
+            TierUnavailable, TierRefused: not all could be deleted.
+        """
         wanted = list(dict.fromkeys(keys))
         deleted = 0
         for start in range(0, len(wanted), _BATCH_KEYS):
@@ -206,6 +226,11 @@ class RedisTier(Tier):
                 if answer == 1:
                     stored_bytes = HEAD_BYTES + head.header.stored_bytes if head else 0
                     self._note(key, there=False, stored_bytes=stored_bytes)
+            if None in gone:
+                raise TierUnavailable(
+                    "redis: not all deleted: a node of the cluster does not answer, or keys are "
+                    "just moving between two"
+                )
         return deleted
 
     def touch(self, keys: Iterable[bytes]) -> None:
@@ -288,7 +313,7 @@ class RedisTier(Tier):
         return self._ask(Question(name, make(name)) for name in names)
 
     def _ask(self, questions: Iterable[Question], tolerated: tuple[str, ...] = ()) -> list[Answer]:
-        answers = ask(self._servers, list(questions))
+        answers = ask(self._servers, list(questions), some=True)
         for answer in answers:
             if isinstance(answer, ServerError) and answer.code not in {"WRONGTYPE", *tolerated}:
                 raise_error(answer, self.settings.safe_url)

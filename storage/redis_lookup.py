@@ -36,6 +36,7 @@ class RedisLookup:
         """Return which chunks every rank has a record of.
 
         One round trip for up to 4096 chunks (one to every node of a cluster, side by side).
+        What a node that does not answer holds is not there, as long as others answer.
 
         Raises:
             TierUnavailable: no answer in time.
@@ -44,7 +45,7 @@ class RedisLookup:
         for key in keys:
             heads = [names.head(key) for names in self._names]
             questions.append(Question(heads[0], command(b"EXISTS", *heads)))
-        answers = ask(self._servers, questions)
+        answers = ask(self._servers, questions, some=True)
         for answer in answers:
             if isinstance(answer, ServerError):
                 raise_error(answer, self._where)

@@ -1,9 +1,7 @@
 """Which server holds a key, and the connections to it.
 
-redis-py finds the servers (Sentinel, cluster topology) and opens connections;
-here they are kept: per server a bounded lane for payloads and a small one for
-questions, so that a lookup never queues behind a transfer. Nothing connects
-before the first call, and all waiting is bounded.
+redis-py asks the Sentinels and opens connections (login, TLS); `redis_node`
+keeps them. Nothing connects before the first call, and all waiting is bounded.
 
 redis-py is imported with the first connection, not with this module.
 """
@@ -14,121 +12,15 @@ import contextlib
 import threading
 import time
 from collections.abc import Callable, Iterator
-from typing import Any, TypeVar
+from typing import Any
 
 from .errors import TierError, TierUnavailable
+from .redis_node import Node
+from .redis_topology import Address, Topology, parse_topology
 from .redis_url import Mode, RedisSettings
-from .redis_wire import Wire
+from .redis_wire import ServerError, Wire, command
 
-T = TypeVar("T")
-_QUESTION_CONNECTIONS = 2
 _REFRESH_S = 1.0  # topology is not asked for more often, unless it is known to be wrong
-
-
-class Lane:
-    """At most ``size`` connections of one kind to one server.
-
-    Thread-safe; a thread waits for a free one at most ``wait_s``.
-    """
-
-    def __init__(self, connect: Callable[[], Wire], size: int, wait_s: float) -> None:
-        self._connect = connect
-        self._free = threading.BoundedSemaphore(size)
-        self._wait_s = wait_s
-        self._lock = threading.Lock()
-        self._idle: list[Wire] = []
-        self._used: set[Wire] = set()
-        self._closed = False
-
-    def call(self, work: Callable[[Wire], T]) -> T:
-        """Return ``work(wire)``; made once more where a kept connection proves closed."""
-        with self.use() as wire:
-            try:
-                return work(wire)
-            except TierUnavailable:
-                if not wire.stale:
-                    raise
-        self.drop_idle()  # a restarted server closed them all
-        with self.use() as wire:
-            return work(wire)
-
-    @contextlib.contextmanager
-    def use(self) -> Iterator[Wire]:
-        """Lend a connection, kept afterwards only if no answer is owed on it."""
-        if not self._free.acquire(timeout=self._wait_s):
-            raise TierUnavailable("redis: all connections are busy")
-        try:
-            wire = self._take()
-            try:
-                yield wire
-            finally:
-                self._give(wire)
-        finally:
-            self._free.release()
-
-    def _take(self) -> Wire:
-        with self._lock:
-            if self._closed:
-                raise TierUnavailable("redis: closed")
-            wire = self._idle.pop() if self._idle else None
-            if wire is not None:
-                wire.reused = True
-                self._used.add(wire)
-                return wire
-        wire = self._connect()
-        if self._lent(wire):
-            return wire
-        wire.close()
-        raise TierUnavailable("redis: closed")
-
-    def _lent(self, wire: Wire) -> bool:
-        with self._lock:
-            if not self._closed:
-                self._used.add(wire)
-            return not self._closed
-
-    def _give(self, wire: Wire) -> None:
-        with self._lock:
-            self._used.discard(wire)
-            if not wire.broken and wire.pending == 0 and not self._closed:
-                self._idle.append(wire)
-                return
-        wire.close()
-
-    def drop_idle(self) -> None:
-        """Close the connections that nobody uses now."""
-        with self._lock:
-            idle, self._idle = self._idle, []
-        for wire in idle:
-            wire.close()
-
-    def close(self) -> None:
-        """Close all; threads that wait on one are woken. Idempotent."""
-        with self._lock:
-            self._closed = True
-            for wire in self._used:
-                wire.shutdown()
-        self.drop_idle()
-
-
-class Node:
-    """One server: ``payloads`` and ``questions`` are its lanes."""
-
-    def __init__(self, where: str, settings: RedisSettings, connect: Callable[[], Wire]) -> None:
-        self.where = where
-        wait_s = settings.timeout_s
-        self.payloads = Lane(connect, settings.connections, wait_s)
-        self.questions = Lane(connect, _QUESTION_CONNECTIONS, wait_s)
-
-    def drop_idle(self) -> None:
-        """Close the connections that nobody uses now."""
-        self.payloads.drop_idle()
-        self.questions.drop_idle()
-
-    def close(self) -> None:
-        """Close both lanes. Idempotent."""
-        self.payloads.close()
-        self.questions.close()
 
 
 class Servers:
@@ -140,15 +32,17 @@ class Servers:
         self._settings = settings
         self._clock = clock
         self._lock = threading.Lock()  # the nodes
-        self._asking = threading.Lock()  # one thread asks for the topology
-        self._nodes: dict[tuple[str, int], Node] = {}
-        self._cluster: Any = None
+        self._asking = threading.Lock()  # one thread asks where things are
+        self._nodes: dict[Address, Node] = {}
+        self._topology: Topology | None = None
         self._sentinel: Any = None
-        self._suspect = False
+        self._suspect = False  # it may be wrong
+        self._wrong = False  # it is
+        self._trouble = ""  # why nobody could say where keys are
         self._asked_s = float("-inf")
         self._closed = False
         if settings.mode is not Mode.CLUSTER:
-            self._only = Node(settings.safe_url, settings, self._connect_only)
+            self._only = Node(settings.safe_url, settings, self._connect_only, clock)
 
     @property
     def is_cluster(self) -> bool:
@@ -159,107 +53,151 @@ class Servers:
         """Return the server that holds ``key``.
 
         Raises:
-            TierUnavailable: no node of the cluster answers.
+            TierUnavailable: no node of the cluster answers, or none serves the key.
         """
         if not self.is_cluster:
             return self._only
-        cluster = self._topology()
-        with self._translated():
-            found = cluster.get_node_from_key(key)
-        return self._node(found.host, found.port)
+        owner = self._current().owner(key)
+        if owner is None:
+            self._suspect = True
+            text = "no node of the cluster serves this key's slot"
+            raise TierUnavailable(f"redis {self._settings.safe_url}: {text}")
+        return self.node_at(owner)
 
     def nodes(self) -> list[Node]:
         """Return every server that holds keys (a cluster's primaries), in a fixed order."""
         if not self.is_cluster:
             return [self._only]
-        cluster = self._topology()
-        with self._translated():
-            found = sorted({(node.host, node.port) for node in cluster.get_primaries()})
-        return [self._node(host, port) for host, port in found]
+        return [self.node_at(address) for address in self._current().primaries]
+
+    def node_at(self, address: Address) -> Node:
+        """Return the node of a cluster at an address."""
+        with self._lock:
+            if self._closed:
+                raise TierUnavailable("redis: closed")
+            node = self._nodes.get(address)
+            if node is None:
+                node = Node(
+                    f"{address[0]}:{address[1]}",
+                    self._settings,
+                    lambda: self._connect(*address),
+                    self._clock,
+                )
+                self._nodes[address] = node
+            return node
+
+    def usable(self, node: Node) -> bool:
+        """Whether to ask a node now; see `Node.usable`."""
+        if node.usable():
+            return True
+        self._suspect = True  # another may have taken over meanwhile
+        return False
+
+    def others_answer(self, node: Node) -> bool:
+        """Whether another node of the cluster is fine, as far as is known."""
+        if not self.is_cluster or self._topology is None:
+            return False
+        with self._lock:
+            nodes = [self._nodes.get(address) for address in self._topology.primaries]
+        return any(other is not node and not (other and other.is_off) for other in nodes)
 
     def moved(self) -> None:
         """Forget the topology: a node said that it is wrong."""
-        self._suspect = True
+        self._suspect = self._wrong = True
         self._asked_s = float("-inf")
 
-    def failed(self) -> None:
+    def failed(self, node: Node, reason: str) -> None:
         """Note that a server failed: the next call looks where the keys are now."""
         self._suspect = True
-        if not self.is_cluster:
-            self._only.drop_idle()
+        if self.is_cluster:
+            node.failed(reason)
+        node.drop_idle()
 
     def close(self) -> None:
         """Close every connection; threads that wait on one are woken. Idempotent."""
         with self._lock:
             self._closed = True
             nodes, self._nodes = list(self._nodes.values()), {}
-            cluster, self._cluster = self._cluster, None
             sentinel, self._sentinel = self._sentinel, None
         if not self.is_cluster:
             nodes.append(self._only)
         for node in nodes:
             node.close()
-        if cluster is not None:
-            cluster.close()
         if sentinel is not None:
             for client in sentinel.sentinels:
                 client.close()
 
     # -- finding servers ---------------------------------------------------
 
-    def _node(self, host: str, port: int) -> Node:
-        with self._lock:
-            if self._closed:
-                raise TierUnavailable("redis: closed")
-            node = self._nodes.get((host, port))
-            if node is None:
-                node = Node(f"{host}:{port}", self._settings, lambda: self._connect(host, port))
-                self._nodes[host, port] = node
-            return node
+    def _current(self) -> Topology:
+        """Return the topology, asked for again when it is suspect."""
+        known = self._topology
+        if known is None:
+            with self._asking:
+                if self._topology is not None:
+                    return self._topology
+                if self._trouble and self._clock() - self._asked_s < _REFRESH_S:
+                    raise TierUnavailable(self._trouble)  # another thread has just found out
+                return self._ask_again(None)
+        if not self._suspect or self._clock() - self._asked_s < _REFRESH_S:
+            return known
+        # Whoever asks may have to wait for a node; others go on with what they know,
+        # unless that is known to be wrong.
+        if not self._asking.acquire(blocking=self._wrong):
+            return known
+        try:
+            return self._ask_again(known) if self._topology is known else self._topology or known
+        except TierUnavailable:
+            return known
+        finally:
+            self._asking.release()
 
-    def _topology(self) -> Any:
-        """Return redis-py's cluster client, asked again when it is suspect."""
-        with self._asking:
-            due = self._suspect and self._clock() - self._asked_s >= _REFRESH_S
-            if self._cluster is not None and not due:
-                return self._cluster
-            if self._closed:
-                raise TierUnavailable("redis: closed")
-            self._asked_s = self._clock()
-            cluster = self._ask_cluster()
-            old, self._cluster = self._cluster, cluster
-            self._suspect = False
-        if old is not None:
-            old.close()
-        with self._translated():
-            current = {(node.host, node.port) for node in cluster.get_primaries()}
+    def _ask_again(self, known: Topology | None) -> Topology:
+        if self._closed:
+            raise TierUnavailable("redis: closed")
+        self._asked_s = self._clock()
+        self._suspect = self._wrong = False
+        with self._lock:
+            off = {address for address, node in self._nodes.items() if node.is_off}
+        places = list(dict.fromkeys((*(known.primaries if known else ()), *self._settings.hosts)))
+        places.sort(key=lambda place: place in off)  # those that answer first
+        for place in places:
+            try:
+                topology = self._ask_slots(place)
+            except TierUnavailable as error:
+                self._trouble = str(error)
+                continue
+            self._topology, self._trouble = topology, ""
+            self._forget_but(topology.primaries)
+            return topology
+        self._suspect, self._asked_s = True, self._clock()
+        raise TierUnavailable(self._trouble)
+
+    def _ask_slots(self, place: Address) -> Topology:
+        wire = self._connect(*place, self._settings.connect_timeout_s)
+        try:
+            wire.begin(0)
+            wire.send([command(b"CLUSTER", b"SLOTS")], 1)
+            answer = wire.answer()
+        finally:
+            wire.close()
+        if isinstance(answer, ServerError):
+            text = f"{answer.text}; a server that is no cluster's has a URL with redis://"
+            raise TierUnavailable(f"redis {place[0]}:{place[1]}: {text}")
+        return parse_topology(answer, place)
+
+    def _forget_but(self, current: list[Address]) -> None:
         with self._lock:
             gone = [self._nodes.pop(at) for at in list(self._nodes) if at not in current]
         for node in gone:
             node.close()
-        return cluster
-
-    def _ask_cluster(self) -> Any:
-        from redis.cluster import ClusterNode, RedisCluster  # noqa: PLC0415 - see module
-
-        make_node: Any = ClusterNode
-        options = {**self._login(), **self._manners(), **self._tls_client()}
-        known = {*self._settings.hosts}
-        if self._cluster is not None:
-            known |= {(node.host, node.port) for node in self._cluster.get_nodes()}
-        with self._translated():
-            return RedisCluster(
-                startup_nodes=[make_node(host, port) for host, port in sorted(known)],
-                require_full_coverage=False,
-                **options,
-            )
 
     def _connect_only(self) -> Wire:
         settings = self._settings
         if settings.mode is Mode.UNIX:
             from redis.connection import UnixDomainSocketConnection  # noqa: PLC0415
 
-            return self._open(UnixDomainSocketConnection, settings.path, path=settings.path)
+            return self._open(UnixDomainSocketConnection, settings.path, None, path=settings.path)
         if settings.mode is Mode.SENTINEL:
             return self._connect(*self._master())
         return self._connect(*settings.hosts[0])
@@ -286,18 +224,19 @@ class Servers:
 
     # -- connecting --------------------------------------------------------
 
-    def _connect(self, host: str, port: int) -> Wire:
+    def _connect(self, host: str, port: int, timeout_s: float | None = None) -> Wire:
         from redis.connection import Connection, SSLConnection  # noqa: PLC0415
 
         kind = SSLConnection if self._settings.tls else Connection
-        return self._open(kind, f"{host}:{port}", host=host, port=port, **self._tls())
+        where = f"{host}:{port}"
+        return self._open(kind, where, timeout_s, host=host, port=port, **self._tls())
 
-    def _open(self, kind: Any, where: str, **place: Any) -> Wire:
+    def _open(self, kind: Any, where: str, timeout_s: float | None = None, **place: Any) -> Wire:
         with self._translated():
             connection = kind(db=self._settings.db, **place, **self._login(), **self._manners())
             connection.connect()
         try:
-            return Wire(connection, where, self._settings.timeout_s)
+            return Wire(connection, where, timeout_s or self._settings.timeout_s)
         except OSError as error:
             connection.disconnect()
             raise TierUnavailable(f"redis {where}: connection lost: {error}") from error
@@ -339,7 +278,7 @@ class Servers:
             yield
         except TierError:
             raise
-        except Exception as error:  # noqa: BLE001 - its cluster errors share no base class
+        except Exception as error:  # noqa: BLE001 - OSError, ValueError and its own
             text = self._settings.scrub(f"{type(error).__name__}: {error}")[:300]
             # "from None": redis-py's frames hold the login
             raise TierUnavailable(f"redis {self._settings.safe_url}: {text}") from None

@@ -102,6 +102,7 @@ class Tier(ABC):
         without it an existing record of this key is left alone.
 
         Raises:
+            RecordRefused: not this one now, where others can be.
             TierRefused: full (after eviction, where the tier evicts) or read-only.
             TierUnavailable: the tier does not answer.
         """

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from ..storage.errors import RecordDamaged, RecordMissing, TierRefused
+from ..storage.errors import RecordDamaged, RecordMissing, RecordRefused, TierRefused
 from .exit_codes import ExitCode
 from .reporting import CommandError, size
 
@@ -149,7 +149,7 @@ def _copy_one(
         return
     try:
         written = writer.put(header, stored, record.used_at_s)
-    except TierRefused as refusal:
+    except (TierRefused, RecordRefused) as refusal:
         raise CommandError(
             f"{target.name} takes no more after {result.copied:,} records: {refusal}"
         ) from None

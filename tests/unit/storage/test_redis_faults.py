@@ -736,7 +736,7 @@ def test_cluster_spreads_chunks_and_finds_moved_slots():
         for n in range(30):
             try:
                 assert read_back(tier, n) == joined(payload_of(n))
-            except TierUnavailable:
+            except RecordMissing:
                 lost += 1
         assert 0 < lost < 30
         with pytest.raises(TierUnavailable):
