@@ -11,17 +11,18 @@ from __future__ import annotations
 
 import difflib
 import os
+import re
 import shutil
 import sys
 from dataclasses import asdict, dataclass, field, fields
 from typing import TYPE_CHECKING, Any
 
 from ..storage.errors import ConfigError
-from ..storage.keyring import KeyRing, looks_like_key, read_key_ring
+from ..storage.keyring import KeyRing, read_key_ring
 from ..storage.memory_limit import check_memory
 from ..storage.redis_url import RedisSettings, parse_redis_url
 from .settings import SETTINGS
-from .values import Setting, format_size, redact_url
+from .values import Setting, format_size, redact_url, shown_value
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -168,13 +169,16 @@ def load(extra: Mapping[str, Any], *, n_ranks: int = 1, check_machine: bool = Tr
 
 
 _BY_NAME: dict[str, Setting] = {setting.name: setting for setting in SETTINGS}
+_SECRET = re.compile(r"pas+w|pwd|secret|token|key", re.IGNORECASE)
 
 
 def _unknown(key: object, value: object) -> str:
     names = [*_BY_NAME, CONFIG_KEY]
     near = difflib.get_close_matches(str(key), names, n=1, cutoff=0.5)
     hint = f"did you mean {near[0]!r}?" if near else f"known: {', '.join(sorted(names))}"
-    shown = "***" if looks_like_key(str(value)) else redact_url(str(value))
+    meant = _BY_NAME.get(near[0]) if near else None
+    secret = _SECRET.search(str(key)) or (meant is not None and meant.kind == "secret")
+    shown = "***" if secret else shown_value(value)
     return f"kvtier setting {key!r} = {shown!r} does not exist; {hint}"
 
 

@@ -10,6 +10,7 @@ from typing import Any
 
 from ..storage.errors import ConfigError
 from ..storage.keyring import looks_like_key
+from ..storage.redis_url import OPTION_NAMES
 
 _UNITS = {
     "": 1,
@@ -49,9 +50,7 @@ class Setting:
 
     def wrong(self, value: object, todo: str) -> ConfigError:
         """Return the one-line error for a value of this setting."""
-        shown = redact_url(str(value)) if isinstance(value, str) else value
-        if self.kind == "secret" or (isinstance(value, str) and looks_like_key(value)):
-            shown = "***"
+        shown = "***" if self.kind == "secret" else shown_value(value)
         return ConfigError(f"kvtier setting {self.name!r} = {shown!r}: {todo}")
 
     def parse(self, value: Any) -> Any:
@@ -131,7 +130,8 @@ def redact_url(text: str) -> str:
     """Return ``text`` with the secrets of a URL replaced by ``***``.
 
     Rather too much than too little: a secret may hold characters that end a URL's
-    host part, so that everything before the last ``@`` counts as user and password.
+    host part, so that everything before the last ``@`` counts as user and password,
+    and a misspelt option may be one that is secret, so that only known ones are shown.
     """
     scheme, separator, rest = text.partition("://")
     if not separator:
@@ -141,8 +141,31 @@ def redact_url(text: str) -> str:
     if at:
         name, colon, _ = user.partition(":")
         place = f"{name}:***@{host}" if colon else f"***@{host}"
-    query = re.sub(r"(?i)((?:password|token|secret)=)[^&]*", r"\1***", query)
-    return f"{scheme}://{place}{question}{query}"
+    elif "@" in query:  # perhaps a password with a ? in it, whose beginning looks like a host
+        place = "***"
+    options = "&".join(_redacted(option) for option in query.split("&"))
+    return f"{scheme}://{place}{question}{options if question else ''}"
+
+
+def shown_value(value: object) -> object:
+    """Return a value that is not what it should be, fit for a message: without secrets.
+
+    A URL that is none, and settings inside a setting, may hold a password too.
+    """
+    if not isinstance(value, str):
+        return value if isinstance(value, (int, float, type(None))) else f"a {type(value).__name__}"
+    if looks_like_key(value):
+        return "***"
+    _, at, place = value.rpartition("@")
+    return redact_url(value) if "://" in value or not at else f"***@{place}"
+
+
+def _redacted(option: str) -> str:
+    name, equals, value = option.partition("=")
+    if not equals:
+        return "***" if option else ""
+    known = name in OPTION_NAMES and "password" not in name and "@" not in value
+    return option if known else f"{name if name in OPTION_NAMES else '***'}=***"
 
 
 def _size(setting: Setting, value: Any) -> int:

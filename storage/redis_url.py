@@ -34,8 +34,11 @@ MIB = 1 << 20
 DEFAULT_PORT = 6379
 DEFAULT_SENTINEL_PORT = 26379
 DEFAULT_TTL_S = 7 * 86400.0
+_MIN_WAIT_S, _MAX_WAIT_S = 0.01, 600.0  # a socket takes what rounds to 0 for "for ever"
+_MAX_TTL_S = 100 * 365 * 86400.0  # Redis counts milliseconds in 63 bits
 _MIN_STRIPE_BYTES = 4 << 10
 _MAX_STRIPE_BYTES = 256 << 20  # Redis ends at 512 MiB a value
+_QUESTION_MARK = "a ? inside user or password is written %3F"
 _SIZES = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "ki": 1 << 10, "mi": 1 << 20, "gi": 1 << 30}
 _TIMES = {"": 1.0, "ms": 1e-3, "s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
 
@@ -73,9 +76,9 @@ class RedisSettings:
     path: str = ""
     master: str = ""
     db: int = 0
-    user: str | None = None
+    user: str | None = field(default=None, repr=False)
     password: str | None = field(default=None, repr=False)
-    sentinel_user: str | None = None
+    sentinel_user: str | None = field(default=None, repr=False)
     sentinel_password: str | None = field(default=None, repr=False)
     tls: bool = False
     tls_ca: str | None = None
@@ -94,7 +97,7 @@ class RedisSettings:
         """The URL without secrets, for logs and messages."""
         login = f"{quote(self.user or '')}:***@" if self.password else ""
         if not login and self.user:
-            login = f"{quote(self.user)}@"
+            login = "***@"  # a password whose colon was forgotten, more likely than a name
         if self.mode is Mode.UNIX:
             return f"unix://{login}{self.path}" + (f"?db={self.db}" if self.db else "")
         scheme = "rediss" if self.tls else "redis"
@@ -131,7 +134,7 @@ def parse_redis_url(url: str, **options: Any) -> RedisSettings:
         raise ConfigError(f"redis: unknown kind {kind!r}; expected sentinel or cluster")
     rest, _, query = rest.partition("?")
     if "@" not in rest and "@" in query.partition("=")[0]:
-        raise ConfigError("redis: a ? inside user or password is written %3F")
+        raise ConfigError(f"redis: {_QUESTION_MARK}")
     login, _, place = rest.rpartition("@")
     user, _, password = login.partition(":")
     mode = Mode.UNIX if base == "unix" else Mode(kind or "single")
@@ -144,7 +147,12 @@ def parse_redis_url(url: str, **options: Any) -> RedisSettings:
     )
     given: dict[str, Any] = dict(parse_qsl(query, keep_blank_values=True))
     given.update({name: value for name, value in options.items() if value is not None})
-    return _checked(_with_options(settings, given))
+    try:
+        return _checked(_with_options(settings, given))
+    except ConfigError:
+        if "@" not in rest and "@" in query:  # what is called an option may be the password
+            raise ConfigError(f"redis: an option is not understood; {_QUESTION_MARK}") from None
+        raise
 
 
 def _place(mode: Mode, place: str) -> dict[str, Any]:
@@ -296,11 +304,12 @@ def _checked(settings: RedisSettings) -> RedisSettings:
          f"stripe: {settings.stripe_bytes} bytes; expected 4KiB to 256MiB"),
         (not 1 <= settings.connections <= 64,
          f"connections: {settings.connections}; expected 1 to 64"),
-        (settings.timeout_s <= 0, f"timeout: {settings.timeout_s} s; expected more than 0"),
-        (settings.connect_timeout_s <= 0,
-         f"connect_timeout: {settings.connect_timeout_s} s; expected more than 0"),
-        (settings.ttl_s is not None and settings.ttl_s < 1,
-         f"ttl: {settings.ttl_s} s; expected 1s or more, or none"),
+        (not _MIN_WAIT_S <= settings.timeout_s <= _MAX_WAIT_S,
+         f"timeout: {settings.timeout_s} s; expected 10ms to 10m"),
+        (not _MIN_WAIT_S <= settings.connect_timeout_s <= _MAX_WAIT_S,
+         f"connect_timeout: {settings.connect_timeout_s} s; expected 10ms to 10m"),
+        (settings.ttl_s is not None and not 1 <= settings.ttl_s <= _MAX_TTL_S,
+         f"ttl: {settings.ttl_s} s; expected 1s to 100 years, or none"),
         (bool(settings.tls_key) and not settings.tls_cert, "tls_key: needs tls_cert beside it"),
         (not settings.tls and bool(settings.tls_ca or settings.tls_cert),
          "tls_ca and tls_cert need rediss://"),

@@ -231,6 +231,11 @@ def test_a_missing_file_is_named(tmp_path: Path) -> None:
         ("unix:///run/r.sock?password=hunter2&db=1", "unix:///run/r.sock?password=***&db=1"),
         ("redis://[bad:pass@h", "redis://[bad:***@h"),
         ("redis://u:p/a#ss@h/0", "redis://u:***@h/0"),
+        ("redis://h?pasword=hunter2&ttl=1h", "redis://h?***=***&ttl=1h"),
+        ("redis://h?sentinel_password=p&prefix=x", "redis://h?sentinel_password=***&prefix=x"),
+        ("redis://u:a?hunter2@h:1", "redis://***?***"),
+        ("redis://u:a?ttl=hunter2@h:1", "redis://***?ttl=***"),
+        ("redis://h?password=a&b=hunter2", "redis://h?password=***&***=***"),
         ("no url", "no url"),
     ],
 )
@@ -246,6 +251,28 @@ def test_no_secret_in_any_output() -> None:
     assert "hunter2" not in refusal(ram="1GiB", redis="http://u:hunter2@h")
     assert "hunter2" not in refusal(redsi="redis://u:hunter2@h")
     assert "hunter2" not in refusal(ram="1GiB", tenant="")
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"redis_pasword": "hunter2"},
+        {"redis_pass": "hunter2"},
+        {"redis_password": {"value": "hunter2"}},
+        {"redis_auth_secret": "hunter2"},
+        {"redis": {"url": "redis://h", "password": "hunter2"}},
+        {"redis": ["redis://u:hunter2@h"]},
+        {"redis": "u:hunter2@h:6379"},
+        {"redis": "redis:/u:hunter2@h:6379"},
+        {"redis": "redis://h?pasword=hunter2"},
+        {"redis": "redis://u:1?hunter2=x@h"},
+        {"redsi": "u:hunter2@h"},
+        {"redsi": {"password": "hunter2"}},
+    ],
+)
+def test_no_secret_in_a_refusal(given: dict[str, Any]) -> None:
+    """However a password gets into a setting that is refused, it is not repeated."""
+    assert "hunter2" not in refusal(ram="1GiB", **given)
 
 
 def test_a_key_given_as_a_setting_is_not_shown() -> None:

@@ -78,6 +78,10 @@ def test_options():
         ("redis://h?ttl=soon", "ttl"),
         ("redis://h?connections=0", "connections"),
         ("redis://h?timeout=0", "timeout"),
+        ("redis://h?timeout=0.0000001", "timeout"),  # a socket would wait for ever
+        ("redis://h?connect_timeout=0.0000001", "timeout"),
+        ("redis://h?timeout=99999999999999999999", "timeout"),
+        ("redis://h?ttl=99999999999999d", "ttl"),
         ("redis://h?prefix=a%7Bb", "prefix"),
         ("redis://h?prefix=", "prefix"),
         ("redis://h?tls_ca=/x", "rediss"),
@@ -103,6 +107,8 @@ def test_what_is_wrong_is_named(url, says):
         "redis+sentinel://:{}@h",
         "redis://u:{}",
         "redis://u:a?{}@h:1",
+        "redis://u:1?{}=x@h:1",
+        "redis://{}@h",
     ],
 )
 @pytest.mark.parametrize("secret", ["S3CRET", "S3CRET?S3CRET", "S3CRET/x", "a:S3CRET"])
@@ -116,6 +122,15 @@ def test_no_secret_in_a_config_error(url, secret):
         said = str(refused)
     assert said
     assert "S3CRET" not in said
+
+
+def test_a_misspelt_option_is_named_unless_it_may_be_a_password():
+    """The right name is proposed; with a stray @ it is said how a ? is written."""
+    with pytest.raises(ConfigError, match="did you mean 'connections'"):
+        parse_redis_url("redis://u:p@h?conections=3")
+    with pytest.raises(ConfigError, match="%3F"):
+        parse_redis_url("redis://u:1?conections=3@h")
+    assert parse_redis_url("redis://h?password=a@b").password == "a@b"
 
 
 def test_no_secret_when_the_login_is_refused(caplog):
