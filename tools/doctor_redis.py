@@ -6,13 +6,13 @@ import time
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from ..storage.errors import ConfigError, KVTierError, TierUnavailable
-from ..storage.redis_url import parse_redis_url
+from ..storage.errors import KVTierError, TierUnavailable
 from .doctor import Finding, hint, ok, problem
 from .reporting import size
 
 if TYPE_CHECKING:
     from ..connector.config import Config
+    from ..storage.redis_store import ServerMemory
 
 _SLOW_S = 0.005
 
@@ -22,11 +22,7 @@ def redis(config: Config) -> Iterator[Finding]:
     from ..storage.redis_store import RedisStore, Shard
 
     assert config.redis is not None
-    try:
-        settings = parse_redis_url(config.redis)
-    except ConfigError as error:
-        yield problem("redis", str(error), "correct the URL")
-        return
+    settings = config.redis_settings()
     store = RedisStore(settings)
     try:
         began_s = time.perf_counter()
@@ -41,21 +37,7 @@ def redis(config: Config) -> Iterator[Finding]:
         else:
             yield ok("redis", f"{text}, the first time in {connected_s * 1000:.0f} ms")
         yield _write(store, Shard(b"kvtier-doctor..."[:16], 0))
-        limit = memory.limit_bytes
-        if limit is None:
-            yield hint(
-                "redis memory",
-                "no maxmemory: the server grows until its machine is full",
-                "set maxmemory and maxmemory-policy allkeys-lru",
-            )
-        elif memory.policy == "noeviction":
-            yield hint(
-                "redis memory",
-                f"maxmemory {size(limit)} with noeviction: saves are refused when it is full",
-                "set maxmemory-policy allkeys-lru",
-            )
-        else:
-            yield ok("redis memory", f"maxmemory {size(limit)}, {memory.policy}")
+        yield _memory(memory, settings.ttl_s)
     except TierUnavailable as error:
         yield problem(
             "redis", settings.scrub(str(error)), "start the server, or correct the setting 'redis'"
@@ -64,6 +46,29 @@ def redis(config: Config) -> Iterator[Finding]:
         yield problem("redis", settings.scrub(str(error)), "see the message")
     finally:
         store.close()
+
+
+def _memory(memory: ServerMemory, ttl_s: float | None) -> Finding:
+    """Judge what the server does when it is full."""
+    name, limit = "redis memory", memory.limit_bytes
+    # volatile: what has no time to live (the number that clears raise, pins) stays
+    todo = "set maxmemory-policy volatile-lru"
+    if limit is None:
+        text = "no maxmemory: the server grows until its machine is full"
+        return hint(name, text, f"set maxmemory, and {todo}")
+    policy = memory.policy or ""
+    text = f"maxmemory {size(limit)}, {policy}"
+    if policy == "noeviction":
+        return hint(name, f"{text}: saves are refused when it is full", todo)
+    if "volatile" in policy and ttl_s is None:
+        text += (
+            ": records without a time to live are not evicted, saves are refused when it is full"
+        )
+        return hint(name, text, "set 'redis_ttl'")
+    if "allkeys" in policy:
+        text += ": it may evict the number that clears raise, and pinned records"
+        return hint(name, text, todo)
+    return ok(name, text)
 
 
 def _write(store: object, shard: object) -> Finding:

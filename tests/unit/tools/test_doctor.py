@@ -129,7 +129,8 @@ def test_redis_is_reached_written_and_judged(tmp_path):
     for options, level in (
         ([], "hint"),
         (["--maxmemory", "64mb", "--maxmemory-policy", "noeviction"], "hint"),
-        (["--maxmemory", "64mb", "--maxmemory-policy", "allkeys-lru"], "ok"),
+        (["--maxmemory", "64mb", "--maxmemory-policy", "allkeys-lru"], "hint"),
+        (["--maxmemory", "64mb", "--maxmemory-policy", "volatile-lru"], "ok"),
     ):
         with RedisServer(*options) as server:
             code, found, _, _ = found_by(json.dumps({**base, "redis": server.url}))
@@ -143,6 +144,22 @@ def test_redis_is_reached_written_and_judged(tmp_path):
     assert code == 3
     assert found["redis"]["level"] == "problem"
     assert "s3cret" not in json.dumps(data) + err
+
+
+def test_redis_is_reached_with_all_of_its_settings(tmp_path):
+    """Password and life of records may stand beside the URL: they count here as in an engine."""
+    options = ("--requirepass", "s3cret", "--maxmemory", "64mb")
+    with RedisServer(*options, "--maxmemory-policy", "volatile-lru") as server:
+        config = {"ram": "8MiB", "staging": "4MiB", "redis": server.url}
+        code, found, data, err = found_by(json.dumps({**config, "redis_password": "s3cret"}))
+        assert (code, found["redis writes"]["level"]) == (0, "ok"), found
+        assert found["redis memory"]["level"] == "ok"
+        assert "s3cret" not in json.dumps(data) + err
+        for_ever = {**config, "redis_password": "s3cret", "redis_ttl": 0}
+        _, found, _, _ = found_by(json.dumps(for_ever))
+        assert found["redis memory"]["level"] == "hint"
+        assert "redis_ttl" in found["redis memory"]["todo"]
+        assert found_by(json.dumps(config))[0] == 3
 
 
 def test_a_file_system_that_does_not_suit_is_a_hint(monkeypatch, tmp_path):
