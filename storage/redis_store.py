@@ -16,7 +16,7 @@ from .redis import RedisTier
 from .redis_ask import Question, ask, ask_node
 from .redis_layout import HEAD_BYTES, Head, Names, escape_glob, parse_head
 from .redis_pins import drop_pin, pin_name, read_pins, write_pin
-from .redis_scan import FoundHead, head_names, heads_of
+from .redis_scan import FoundHead, head_names, heads_of, unlink_all
 from .redis_servers import Servers
 from .redis_wire import ServerError, command, raise_error
 
@@ -207,8 +207,16 @@ class RedisStore:
         return RedisTier(self.settings, shard.namespace, shard.rank, **options)
 
     def forget_namespace(self, namespace: bytes) -> None:
-        """Delete a namespace's words (its records are cleared through their tiers)."""
-        name = Names(self.settings.prefix, namespace, 0).description
+        """Delete a namespace's words, and all that lies beside its records, if there are any.
+
+        That is stripes whose head could not be read when it was deleted.
+        """
+        prefix = self.settings.prefix
+        for node in self._servers.nodes():
+            unlink_all(
+                self._servers, node, escape_glob(f"{prefix}:{namespace.hex()}:r".encode()) + b"*"
+            )
+        name = Names(prefix, namespace, 0).description
         ask(self._servers, [Question(name, command(b"UNLINK", name))])
 
     def pins(self) -> list[Pin]:

@@ -8,7 +8,7 @@ person has asked for it.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -24,6 +24,8 @@ if TYPE_CHECKING:
     from ..storage.pins import Pin
     from ..storage.record import Header
     from ..storage.tier import Tier
+
+CHANGE_RECORDS = 64  # changed at once: one round trip to a server for many
 
 
 @dataclass(frozen=True, slots=True)
@@ -301,12 +303,12 @@ class Store(ABC):
     def change(
         self,
         records: Iterable[Record],
-        work: Callable[[Tier, Record], None],
+        work: Callable[[Tier, Sequence[Record]], None],
     ) -> Iterator[Record]:
-        """Run ``work`` on each record with its tier open; yield those that are done.
+        """Run ``work`` on batches of records with their tier open; yield those that are done.
 
         Raises:
-            TierError: of the first that fails; those before it are done.
+            TierError: of the first batch that fails; those before it are done.
         """
         by_place: dict[tuple[bytes, int], list[Record]] = {}
         for record in records:
@@ -314,13 +316,14 @@ class Store(ABC):
         for place in sorted(by_place):
             tier = self.tier(*place)
             try:
-                for record in by_place[place]:
-                    work(tier, record)
-                    yield record
+                for at in range(0, len(by_place[place]), CHANGE_RECORDS):
+                    batch = by_place[place][at : at + CHANGE_RECORDS]
+                    work(tier, batch)
+                    yield from batch
             finally:
                 tier.close()
 
 
-def delete(tier: Tier, record: Record) -> None:
-    """Delete a record; for `Store.change`."""
-    tier.delete([record.key])
+def delete(tier: Tier, records: Sequence[Record]) -> None:
+    """Delete records; for `Store.change`."""
+    tier.delete([record.key for record in records])

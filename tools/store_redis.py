@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import time
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from ..storage.errors import (
@@ -16,7 +17,7 @@ from ..storage.errors import (
 )
 from ..storage.redis_layout import HEAD_BYTES, Names
 from ..storage.redis_store import RedisStore, Shard
-from ..storage.redis_url import parse_redis_url
+from ..storage.redis_url import RedisSettings, parse_redis_url
 from .exit_codes import ExitCode
 from .reporting import CommandError
 from .store_base import Capacity, Loose, Record, Space, Store, Writer
@@ -46,9 +47,7 @@ class RedisServerStore(Store):
             TierUnavailable: nobody answers.
         """
         try:
-            settings = parse_redis_url(url)
-            if "timeout" not in url:
-                settings = parse_redis_url(url, timeout=_TIMEOUT_S, connect_timeout=_TIMEOUT_S)
+            settings = _patient(parse_redis_url(url))
         except ConfigError as error:
             raise CommandError(str(error), ExitCode.USAGE) from None
         self.name = settings.safe_url
@@ -265,7 +264,7 @@ class RedisServerStore(Store):
         return None
 
     def forget(self, namespace: bytes) -> None:
-        """Delete a namespace's description; see `Store.forget`."""
+        """Delete a namespace's description and loose stripes; see `Store.forget`."""
         if next(self._store.all_names(namespace), None) is None:
             self._store.forget_namespace(namespace)
 
@@ -275,6 +274,16 @@ class RedisServerStore(Store):
             tier.close()
         self._tiers.clear()
         self._store.close()
+
+
+def _patient(settings: RedisSettings) -> RedisSettings:
+    """Return settings that wait as a person does, where the URL does not say for how long."""
+    default = RedisSettings(settings.mode)
+    if settings.timeout_s == default.timeout_s:
+        settings = replace(settings, timeout_s=_TIMEOUT_S)
+    if settings.connect_timeout_s == default.connect_timeout_s:
+        settings = replace(settings, connect_timeout_s=_TIMEOUT_S)
+    return settings
 
 
 class _RedisWriter(Writer):

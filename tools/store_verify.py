@@ -10,7 +10,7 @@ import random
 import re
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -223,8 +223,9 @@ def repair(store: Store, result: Verification) -> None:
 
     reasons: dict[tuple[str, str, str], str] = {d.order: d.reason for d in result.damaged}
 
-    def quarantine(tier: Tier, record: Found) -> None:
-        tier.quarantine(record.key, reasons[record.order])
+    def quarantine(tier: Tier, records: Sequence[Found]) -> None:
+        for record in records:
+            tier.quarantine(record.key, reasons[record.order])
 
     bad = [
         Found(bytes.fromhex(space), int(rank[1:]), parse_key_name(key), 0, 0.0, "")

@@ -11,7 +11,19 @@ import pytest
 from kvtier.storage.key import key_name
 from kvtier.tools.redis_server import RedisServer
 
-from .stores import NAMESPACES, RAW_BYTES, Folder, Server, golden, key, kvtier, put, words
+from ...redis_server import eventually
+from .stores import (
+    NAMESPACES,
+    RAW_BYTES,
+    Folder,
+    Server,
+    golden,
+    here,
+    key,
+    kvtier,
+    put,
+    words,
+)
 
 
 @pytest.fixture(scope="module")
@@ -134,6 +146,56 @@ def test_rm_takes_a_key_a_namespace_or_all(store):
     if store.kind == "redis":
         with store.server.client() as client:
             assert client.keys() == [b"mine"]
+
+
+def test_rm_of_many_asks_a_server_few_times(server):
+    """Hundreds of records are deleted in batches, by UNLINK, not in a round trip or three each."""
+    store = Server(server)
+    with server.client() as client:
+        client.flushall()
+        put(store.tier(), range(300))
+        client.config_resetstat()
+        before = client.info("stats")["total_reads_processed"]
+        code, out, err = here("rm", store.target, "--all", "--yes", "--json")
+        assert (code, json.loads(out)["deleted"]) == (0, 300), err
+        assert client.dbsize() == 0
+        assert client.info("stats")["total_reads_processed"] - before < 150
+        given = {name.removeprefix("cmdstat_") for name in client.info("commandstats")}
+        assert not given & {"keys", "flushdb", "del"}
+
+
+def test_rm_of_everything_leaves_no_part_of_a_damaged_record(server):
+    """A head that cannot be read does not tell its stripes: they go with the namespace."""
+    store = Server(server)
+    with server.client() as client:
+        client.flushall()
+        put(store.tier(), range(3))
+        put(store.tier(NAMESPACES[1], description=words("other")), range(5, 7))
+        for name in client.scan_iter("kvtier:*:h"):
+            client.set(name, b"0123456789") if name[7:9] == b"61" else None
+        assert here("rm", store.target, "--namespace", "61", "--yes")[0] == 0
+        left = list(client.scan_iter("*"))
+        assert left
+        assert not [name for name in left if NAMESPACES[0].hex().encode() in name]
+        client.set(next(client.scan_iter("kvtier:*:h")), b"")
+        assert here("rm", store.target, "--all", "--yes")[0] == 0
+        assert client.dbsize() == 0
+
+
+def test_rm_on_a_replica_says_that_nothing_was_deleted(server):
+    """A server that takes no writes: an error in one line, and all is there afterwards."""
+    store = Server(server)
+    with server.client() as client:
+        client.flushall()
+    put(store.tier(), range(3))
+    with RedisServer("--replicaof", "127.0.0.1", str(server.port)) as replica:
+        with replica.client() as client:
+            eventually(lambda: client.dbsize() >= 7)
+        code, out, err = here("rm", replica.url, "--all", "--yes")
+        assert code != 0
+        assert "READONLY" in err
+        assert " deleted" not in out
+        assert json.loads(here("stat", replica.url, "--json")[1])["records"] == 3
 
 
 def test_rm_of_what_is_not_there_is_an_error(store):
