@@ -78,8 +78,11 @@ class Admission:
         hit = self._lookup.find(hashes, local_tokens, limit)
         if tracker.ram_only:
             hit = self._in_ram(hashes, local_tokens, hit.tokens)
-        elif hit.tokens < limit and self._ask_shared(tracker, hashes, hit.tokens, limit):
-            return None
+        elif hit.tokens < limit:
+            if self._ask_shared(tracker, hashes, hit.tokens, limit):
+                return None
+            if tracker.late and hit.reason is MissReason.NOT_STORED:
+                hit = Hit(hit.tokens, MissReason.LATE)
         if hit.tokens > local_tokens:
             hit = self._gated(hashes, local_tokens, hit)
         if hit.tokens <= local_tokens:
@@ -114,7 +117,7 @@ class Admission:
             return False
         ticket = tracker.request.request_id
         if not tracker.probed:
-            tracker.probed = True
+            tracker.probed, tracker.late = True, False
             tracker.asked_since_s = None
             if not self._shared.ask(ticket, hashes, covered_tokens, limit_tokens):
                 return False
@@ -123,6 +126,7 @@ class Admission:
         if self._may_ask_again(tracker, self._lookup_deadline_s):
             return True
         self._shared.forget(ticket)
+        tracker.late = True
         self._counts.add("lookups_late")
         return False
 

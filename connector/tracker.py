@@ -79,6 +79,7 @@ class Tracker:
     ram_only: bool = False  # a lower tier failed this request: it is not asked again
     asked_since_s: float | None = None  # since when lookups answer "ask again"
     probed: bool = False
+    late: bool = False  # the shared tiers' last answer did not come in time
     load_job: int | None = None
     load_began_s: float = 0.0
     hits: dict[str, int] = field(default_factory=dict)  # tokens by source, last admission

@@ -9,6 +9,7 @@ from kvtier.connector.geometry import GroupKind
 from kvtier.connector.lookup import MissReason
 from kvtier.connector.plan import RankReport
 from kvtier.connector.tier_states import INDEX_WAIT_S
+from kvtier.connector.tracker import SharedOptions
 from kvtier.connector.write_back import WritePolicy
 from kvtier.storage.catalog import RAM
 from kvtier.storage.jobs import ChunkStatus, LoadDone, LoadRetired, TierNews
@@ -423,6 +424,39 @@ def test_an_index_of_a_tier_that_is_off_is_not_waited_for():
     half.tell(TierNews("disk", complete=False, online=False))
     assert half.half.lookup(request_of("a", 200), 0) == (0, False)
     assert not half.half.pending()
+
+
+class Silent:
+    """A prober that takes every question and answers none."""
+
+    name, silent = "redis", False
+
+    def ask(self, _question):
+        return True
+
+    def take(self):
+        return []
+
+    def close(self):
+        pass
+
+
+def test_a_shared_tiers_answer_is_waited_for_once_and_its_lateness_is_told():
+    """After the lookup deadline a request goes on; why it did not hit is counted as "late"."""
+    shared = SharedOptions(tiers=("redis",), open_probers=lambda _: [Silent()])
+    half = Half(tiers=("redis",), shared=shared, lookup_deadline_s=0.05)
+    half.plan()
+    request = request_of("a", 200)
+    for _ in range(3):
+        assert half.half.lookup(request, 0) == (None, False)
+        half.clock.advance(0.02)
+    assert half.half.lookup(request, 0) == (0, False)
+    assert half.half.lookup(request, 0) == (0, False)  # not asked once more before it is admitted
+    half.admit(request, 0)
+    counts = half.half.take_counts()
+    assert counts["lookups_late"] == 1
+    assert counts["misses.late"] == 1
+    assert "misses.not_stored" not in counts
 
 
 # -- tiers -----------------------------------------------------------------------------
