@@ -67,6 +67,7 @@ bench: $(VENV)/.model ## every benchmark, one JSON object each
 	$(BIN)/kvtier bench lookup --json
 	$(BIN)/kvtier bench tiers --json
 	$(BIN)/kvtier bench redis --json
+	$(BIN)/kvtier bench outage --json
 	$(BIN)/kvtier bench sessions --json
 	$(BIN)/kvtier bench engine --json
 

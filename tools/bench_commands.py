@@ -153,6 +153,22 @@ def redis(as_json: Json = False) -> None:
 
 @bench.command(epilog=EXIT_CODES_HELP)
 @reported
+def outage(
+    model: Model = None,
+    prompt_tokens: Annotated[int, typer.Option(help="Length of the prompts.", min=256)] = 512,
+    rounds: Annotated[int, typer.Option(help="Rounds; medians are reported.", min=1)] = 7,
+    as_json: Json = False,
+) -> None:
+    """Time to first token in the real engine while its Redis is stopped, against one without."""
+    from . import bench_outage
+
+    options = bench_outage.OutageBench(model=model, prompt_tokens=prompt_tokens, rounds=rounds)
+    result = bench_outage.run(options, _say)
+    print_json(result) if as_json else _rows(bench_outage.rows(result))
+
+
+@bench.command(epilog=EXIT_CODES_HELP)
+@reported
 def store(
     records: Annotated[int, typer.Option(help="Records of the store.", min=1)] = 100_000,
     folder: Folder = None,

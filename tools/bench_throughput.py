@@ -7,7 +7,6 @@ and disk are full and evict, nothing is restored. A batch's time ends when its l
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import random
 import statistics
@@ -19,14 +18,10 @@ from typing import TYPE_CHECKING, Any
 
 from . import models
 from .engine import Engine, EngineError, EngineOptions
+from .engine_child import EngineChild
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-    from multiprocessing.connection import Connection
-
-START_S = 300.0
-BATCH_S = 900.0
-STOP_S = 60.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,8 +57,10 @@ def run(options: ThroughputBench, say: Callable[[str], None]) -> dict[str, Any]:
         children = {}
         for name, config in (("without", None), ("with", kvtier)):
             say(f"{name} kvtier: starting vLLM")
-            children[name] = stack.enter_context(_Child(_engine_options(options, model, config)))
-            children[name].batch([[1] * options.prompt_tokens], options.answer_tokens)
+            children[name] = stack.enter_context(
+                EngineChild(_engine_options(options, model, config))
+            )
+            children[name].do(run_batch, [[1] * options.prompt_tokens], options.answer_tokens)
         restored_tokens = 0
         for number in range(options.rounds):
             prompts = [
@@ -72,7 +69,7 @@ def run(options: ThroughputBench, say: Callable[[str], None]) -> dict[str, Any]:
             ]
             # Turn about, so that a machine that slows down or speeds up favours nobody.
             for name in sorted(samples, reverse=bool(number % 2)):
-                took_s, restored = children[name].batch(prompts, options.answer_tokens)
+                took_s, restored = children[name].do(run_batch, prompts, options.answer_tokens)
                 samples[name].append(round(took_s, 4))
                 restored_tokens += restored
             say(f"round {number + 1} of {options.rounds}")
@@ -118,64 +115,14 @@ def _tree_bytes(folder: str) -> int:
     )
 
 
-class _Child:
-    """One engine in a process of its own: vLLM runs one at a time in a process.
+def run_batch(engine: Engine, prompts: list[list[int]], answer_tokens: int) -> tuple[float, int]:
+    """Run prompts together until their last save has ended; in the child.
 
-    Raises:
-        EngineError: the engine did not start, or died; with its own message.
+    Returns:
+        Seconds, and the tokens that were restored.
     """
-
-    def __init__(self, options: EngineOptions) -> None:
-        context = multiprocessing.get_context("spawn")
-        self._pipe, theirs = context.Pipe()
-        # Not a daemon: vLLM may start processes of its own.
-        self._process = context.Process(target=_serve, args=(theirs, options))
-        self._process.start()
-        theirs.close()
-        self._answer(START_S)
-
-    def __enter__(self) -> _Child:  # noqa: PYI034 (Python 3.10 has no typing.Self)
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._pipe.close()  # the child ends
-        self._process.join(STOP_S)
-        if self._process.is_alive():
-            self._process.kill()
-            self._process.join()
-
-    def batch(self, prompts: list[list[int]], answer_tokens: int) -> tuple[float, int]:
-        """Run prompts together; return seconds and the tokens that were restored."""
-        self._pipe.send((prompts, answer_tokens))
-        took_s, restored_tokens = self._answer(BATCH_S)
-        return float(took_s), int(restored_tokens)
-
-    def _answer(self, timeout_s: float) -> Any:
-        try:
-            if not self._pipe.poll(timeout_s):
-                raise EngineError(f"the engine gave no sign of life for {timeout_s:.0f} s")
-            ok, value = self._pipe.recv()
-        except (EOFError, OSError):
-            raise EngineError("the engine's process died; run it alone to see why") from None
-        if not ok:
-            raise EngineError(str(value))
-        return value
-
-
-def _serve(pipe: Connection, options: EngineOptions) -> None:
-    """Run batches until the other end is closed; in the child."""
-    try:
-        with Engine(options) as engine:
-            pipe.send((True, None))
-            while True:
-                try:
-                    prompts, answer_tokens = pipe.recv()
-                except EOFError:
-                    return
-                began_s = time.perf_counter()
-                answers = engine.ask_together(prompts, answer_tokens)
-                engine.drain()
-                restored_tokens = sum(answer.restored_tokens for answer in answers)
-                pipe.send((True, (time.perf_counter() - began_s, restored_tokens)))
-    except Exception as error:  # noqa: BLE001 - told by whoever asked
-        pipe.send((False, f"{type(error).__name__}: {error}"))
+    began_s = time.perf_counter()
+    answers = engine.ask_together(prompts, answer_tokens)
+    engine.drain()
+    restored_tokens = sum(answer.restored_tokens for answer in answers)
+    return time.perf_counter() - began_s, restored_tokens
