@@ -155,8 +155,8 @@ def redis(as_json: Json = False) -> None:
 @reported
 def outage(
     model: Model = None,
-    prompt_tokens: Annotated[int, typer.Option(help="Length of the prompts.", min=256)] = 512,
-    rounds: Annotated[int, typer.Option(help="Rounds; medians are reported.", min=1)] = 7,
+    prompt_tokens: Annotated[int, typer.Option(help="Length of the prompts.", min=512)] = 512,
+    rounds: Annotated[int, typer.Option(help="Rounds; medians are reported.", min=4)] = 7,
     as_json: Json = False,
 ) -> None:
     """Time to first token in the real engine while its Redis is stopped, against one without."""

@@ -39,7 +39,7 @@ class OutageBench:
 
     Attributes:
         rounds: requests to each engine after the breaker has opened, for each fault.
-        ram: must not hold all prompts.
+        ram: must hold less than half of the prompts.
         load_deadline_s: the setting ``load_deadline``.
         lookup_deadline_s: the setting ``lookup_deadline_ms``, in seconds.
     """
@@ -157,8 +157,8 @@ class _Rig:
             if time.monotonic() > end_s:
                 break
         raise EngineError(
-            f"Redis serves nothing although it is there: 'ram' must hold some of the "
-            f"{len(self._prompts)} prompts, not all; no figure to report"
+            "Redis serves nothing although it is there: RAM holds too many of the "
+            f"{len(self._prompts)} prompts, make them longer or more; no figure to report"
         )
 
     def _stopped(self) -> dict[str, Any]:

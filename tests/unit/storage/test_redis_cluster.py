@@ -189,6 +189,27 @@ def test_records_whose_slot_moves_are_found_and_deleted(cluster, tier):
     assert tier.contains_many([key_of(1)]) == [False]
 
 
+def test_what_moved_to_a_node_that_is_gone_is_not_known(cluster, tier):
+    """Then an epoch is no 0, a delete has not deleted, and a lookup does not count on it."""
+    settings, name = tier.settings, tier._names.head(key_of(1))
+    epoch = "{" + key_of(1)[:-1].hex() + "}"  # in the same slot
+    assert raise_epoch(settings, epoch, 3) == 3
+    source, target, port = start_moving(cluster, name)
+    for key in [k for k in source.scan_iter("*") if key_of(1)[:-1].hex().encode() in k]:
+        source.execute_command("MIGRATE", "127.0.0.1", port, key, 0, 5000)
+    target.close()
+    next(node for node in cluster.nodes if node.port == port).kill()
+    with pytest.raises(TierUnavailable):
+        read_epoch(settings, epoch)
+    with pytest.raises(TierUnavailable, match="not all deleted"):
+        tier.delete([key_of(1)])
+    assert tier.contains_many([key_of(1)]) == [False]
+    store = RedisStore(settings)
+    with pytest.raises(TierUnavailable):
+        store.loose_stripes()
+    store.close()
+
+
 def knows_replica(client):
     return any(len(part) > 3 for part in client.execute_command("CLUSTER SLOTS"))
 
