@@ -220,7 +220,7 @@ def test_a_frozen_server_ends_in_time(server, tier):
 
 def test_answers_after_two_seconds(proxy):
     """A server slower than the time-out is unavailable; one that is quicker again serves."""
-    tier = tier_at(proxy.url, timeout="200ms", connect_timeout="200ms")
+    tier = tier_at(proxy.url, timeout="500ms", connect_timeout="500ms")
     tier.put(spec_of(1), payload_of(1))
     proxy.fault, proxy.delay_s = "slow", 2.0
     start_s = time.monotonic()
