@@ -30,7 +30,8 @@ from .errors import (
 from .key import NAMESPACE_BYTES
 from .payload import PayloadFormat
 from .redis_ask import Question, any_answers, ask, suspecting
-from .redis_layout import GENERATION_BYTES, HEAD_BYTES, Head, Names, parse_head
+from .redis_layout import GENERATION_BYTES, HEAD_BYTES, Head, Names, head_of
+from .redis_node import NodeGoneError
 from .redis_record import Place, StripeGoneError, read_record, write_record
 from .redis_scan import head_names, heads_of, unlink_all
 from .redis_servers import Servers
@@ -53,10 +54,6 @@ _TRIES = 8  # of a record that is replaced again and again while it is read
 _BATCH_KEYS = 256
 _DESCRIBE_EVERY_S = 3600.0
 _TOUCH_SHARE = 0.1  # of the time to live, before a record is given it anew
-
-
-class NodeGoneError(Exception):
-    """The node of a cluster that holds a record does not answer, where others do."""
 
 
 class RedisTier(Tier):
@@ -306,7 +303,7 @@ class RedisTier(Tier):
 
     def _heads(self, keys: Sequence[bytes]) -> list[Head | None]:
         found = self._ask_each(keys, lambda name: command(b"GETRANGE", name, 0, HEAD_BYTES - 1))
-        return [_head(answer) for answer in found]
+        return [head_of(answer) for answer in found]
 
     def _ask_each(self, keys: Sequence[bytes], make: Callable[[bytes], bytes]) -> list[Answer]:
         names = [self._names.head(key) for key in keys]
@@ -399,12 +396,3 @@ class RedisTier(Tier):
             ask(self._servers, [Question(name, command(b"SET", name, text, *life))])
         except TierError:
             return  # the record is stored; the words come with a later one
-
-
-def _head(answer: Answer) -> Head | None:
-    if not isinstance(answer, bytes):
-        return None
-    try:
-        return parse_head(answer)
-    except RecordDamaged:
-        return None

@@ -84,6 +84,16 @@ def parse_head(data: bytes | bytearray) -> Head:
     return Head(header, generation, stripe_bytes)
 
 
+def head_of(answer: object) -> Head | None:
+    """Return the head at the start of a server's answer; None when it is none."""
+    if not isinstance(answer, bytes):
+        return None
+    try:
+        return parse_head(answer)
+    except RecordDamaged:
+        return None
+
+
 class Names:
     """Key names of one namespace and rank."""
 

@@ -26,6 +26,10 @@ _MIN_BACKOFF_S = 1.0
 _MAX_BACKOFF_S = 30.0
 
 
+class NodeGoneError(Exception):
+    """The node of a cluster that holds a record does not answer, where others do."""
+
+
 class Lane:
     """At most ``size`` connections of one kind to one server.
 

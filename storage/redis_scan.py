@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from .errors import RecordDamaged, TierUnavailable
+from .errors import TierUnavailable
 from .redis_ask import Question, ask, ask_node
-from .redis_layout import HEAD_BYTES, Head, parse_head
+from .redis_layout import HEAD_BYTES, Head, head_of
 from .redis_wire import ServerError, command, raise_error
 
 if TYPE_CHECKING:
@@ -79,12 +79,7 @@ def heads_of(servers: Servers, node: Node, names: Sequence[bytes]) -> Iterator[F
         gone = isinstance(length, ServerError) and length.code != "WRONGTYPE"
         if gone or idle is None or (length == 0 and not isinstance(idle, int)):
             continue  # one that is there and empty has an age
-        head = None
-        if isinstance(start, bytes):
-            try:
-                head = parse_head(start)
-            except RecordDamaged:
-                head = None
+        head = head_of(start)
         alone = length if isinstance(length, int) else 0
         yield FoundHead(
             name,

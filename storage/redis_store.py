@@ -14,7 +14,7 @@ from .errors import DamageReason, RecordDamaged, RecordMissing
 from .key import chunk_key
 from .redis import RedisTier
 from .redis_ask import Question, ask, ask_node
-from .redis_layout import HEAD_BYTES, Head, Names, escape_glob, parse_head
+from .redis_layout import HEAD_BYTES, Head, Names, escape_glob, head_of, parse_head
 from .redis_pins import drop_pin, pin_name, read_pins, write_pin
 from .redis_scan import FoundHead, head_names, heads_of, unlink_all
 from .redis_servers import Servers
@@ -269,12 +269,8 @@ class RedisStore:
 
 def _generation(answer: object) -> bytes | None:
     """Return the generation, in hex, that the bytes of a head name."""
-    if not isinstance(answer, bytes):
-        return None
-    try:
-        return parse_head(answer).generation.hex().encode()
-    except RecordDamaged:
-        return None
+    head = head_of(answer)
+    return None if head is None else head.generation.hex().encode()
 
 
 def _number(text: str | None) -> int | None:

@@ -242,6 +242,10 @@ class Store(ABC):
     def pin_warning(self) -> str | None:
         """Return why pins may not hold here, in one line; None where they do."""
 
+    def no_ages(self) -> str | None:
+        """Return why this store does not tell when records were used; None where it does."""
+        return None
+
     @abstractmethod
     def forget(self, namespace: bytes) -> None:
         """Remove what is kept of a namespace without records; does nothing while it has any."""

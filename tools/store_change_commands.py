@@ -62,6 +62,8 @@ def prune(
                 "--prefix, --stale or --orphaned",
                 ExitCode.USAGE,
             )
+        if (unused is not None or to_size is not None) and (why := opened.no_ages()) is not None:
+            raise CommandError(f"{why}: choose with --namespace, --prefix or --stale")
         progress = Progress()
         # what no engine asks for any more is not worth its pin
         spare = Pinned(opened, included=pinned or stale)

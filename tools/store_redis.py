@@ -263,6 +263,15 @@ class RedisServerStore(Store):
             )
         return None
 
+    def no_ages(self) -> str | None:
+        """Name a policy under which a server counts uses instead of ages; see `Store.no_ages`."""
+        policy = self._memory.policy or ""
+        if "lfu" in policy:
+            return (
+                f"under maxmemory-policy {policy} this server does not tell when records were used"
+            )
+        return None
+
     def forget(self, namespace: bytes) -> None:
         """Delete a namespace's description and loose stripes; see `Store.forget`."""
         if next(self._store.all_names(namespace), None) is None:

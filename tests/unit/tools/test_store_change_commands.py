@@ -112,6 +112,20 @@ def test_prune_to_a_size_takes_what_was_used_least(tmp_path):
     assert [n for n, path in paths.items() if path.exists()] == [2, 3]
 
 
+def test_prune_by_age_needs_a_server_that_tells_ages():
+    """Under an LFU policy all records look as if just used: said, and nothing is deleted."""
+    with RedisServer("--maxmemory", "64mb", "--maxmemory-policy", "allkeys-lfu") as server:
+        store = Server(server)
+        put(store.tier(), range(3))
+        for condition in (["--unused", "0s"], ["--to-size", "0"]):
+            code, out, err = here("prune", store.target, *condition, "--yes")
+            assert (code, out) == (1, "")
+            assert "allkeys-lfu" in err
+        assert len(names(store)) == 3
+        assert here("prune", store.target, "--namespace", "61", "--yes")[0] == 0
+        assert names(store) == []
+
+
 def test_an_engine_hears_of_what_a_command_deletes(tmp_path):
     """A tier that is open meanwhile finds the record gone, and its counter stays right."""
     store = Folder(tmp_path)
