@@ -35,16 +35,27 @@ def settings_of(url: str, **options) -> RedisSettings:
 
 
 class Cluster:
-    """Three nodes without replicas."""
+    """Three nodes without replicas.
 
-    def __init__(self) -> None:
+    Args:
+        certificates: speak TLS too, as `make_certificates` made them; ConfigError where
+            the server cannot.
+    """
+
+    def __init__(self, certificates: dict[str, str] | None = None) -> None:
         self.nodes: list[RedisServer] = []
-        for _ in range(3):
+        self._files = certificates
+        self._tls_ports = [free_port() for _ in range(3)]
+        binary = server_binary(("redis-server", "valkey-server")) if certificates else None
+        for tls_port in self._tls_ports:
             self.nodes.append(
                 RedisServer(
                     *("--cluster-enabled", "yes", "--cluster-config-file", "nodes.conf"),
                     *("--cluster-port", str(free_port()), "--cluster-node-timeout", "2000"),
                     *("--cluster-require-full-coverage", "no"),
+                    *(tls_options(certificates, tls_port) if certificates else ()),
+                    *(("--tls-cluster", "yes") if certificates else ()),
+                    binary=binary,
                 )
             )
         bounds = (0, 5461, 10923, 16384)
@@ -72,6 +83,8 @@ class Cluster:
 
     @property
     def url(self) -> str:
+        if self._files:
+            return f"rediss+cluster://127.0.0.1:{self._tls_ports[0]}{tls_query(self._files)}"
         return f"redis+cluster://127.0.0.1:{self.nodes[0].port},127.0.0.1:{self.nodes[1].port}"
 
     def close(self) -> None:
@@ -175,6 +188,19 @@ def make_certificates(folder: str) -> dict[str, str]:
     }
 
 
+def tls_options(files: dict[str, str], port: int) -> list[str]:
+    """Options that let a server speak TLS on ``port`` to who has a client certificate."""
+    return [
+        *("--tls-port", str(port), "--tls-cert-file", files["server_cert"]),
+        *("--tls-key-file", files["server_key"], "--tls-ca-cert-file", files["ca"]),
+    ]
+
+
+def tls_query(files: dict[str, str]) -> str:
+    """The part of a URL that names authority, client certificate and key."""
+    return f"?tls_ca={files['ca']}&tls_cert={files['client_cert']}&tls_key={files['client_key']}"
+
+
 class Proxy:
     """Stands before a server; ``fault`` is how it treats what passes.
 
@@ -262,10 +288,7 @@ class TlsServer:
         self._proxy: Proxy | None = None
         try:
             self.server = RedisServer(
-                *("--tls-port", str(tls_port := free_port())),
-                *("--tls-cert-file", certificates["server_cert"]),
-                *("--tls-key-file", certificates["server_key"]),
-                *("--tls-ca-cert-file", certificates["ca"]),
+                *tls_options(certificates, tls_port := free_port()),
                 binary=server_binary(("redis-server", "valkey-server")),
             )
             self.port = tls_port
@@ -280,11 +303,7 @@ class TlsServer:
 
     @property
     def url(self) -> str:
-        files = self._files
-        return (
-            f"rediss://127.0.0.1:{self.port}?tls_ca={files['ca']}"
-            f"&tls_cert={files['client_cert']}&tls_key={files['client_key']}"
-        )
+        return f"rediss://127.0.0.1:{self.port}{tls_query(self._files)}"
 
     def close(self) -> None:
         if self._proxy:

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from .engine import Answer, Engine
 
 REDIS = "redis"
-OPENING = 3  # requests at most, after the first, until the breaker is open
+OPENING = 3  # requests after the first; by then the breaker must be open
 SERVES_S = 120.0
 FAULTS = ("frozen", "killed")
 
@@ -162,12 +162,12 @@ class _Rig:
         )
 
     def _stopped(self) -> dict[str, Any]:
-        first_s, opening_s = self._late_s(self._prompts[0]), []
+        meeting = [self._ask("with", self._prompts[0]).ttft_s]
         for prompt in self._prompts[1 : 1 + OPENING]:
             offline = self._offline()
-            late_s = self._late_s(prompt)
+            ttft_s = self._ask("with", prompt).ttft_s
             if not offline:
-                opening_s.append(late_s)
+                meeting.append(ttft_s)
         if not self._offline():
             raise EngineError(
                 f"the breaker is not open after {1 + OPENING} requests; no figure to report"
@@ -183,18 +183,16 @@ class _Rig:
                 samples[name].append(round(answer.ttft_s, 4))
         if not self._offline():
             raise EngineError("the breaker has closed without a server; no figure to report")
+        usual_s = statistics.median(samples["without"])
+        late_s = [round(ttft_s - usual_s, 4) for ttft_s in meeting]
         ratios = [b / a for a, b in zip(samples["without"], samples["with"], strict=True)]
         return {
             "ttft_ratio": round(statistics.median(ratios), 4),
             "ratios": [round(ratio, 4) for ratio in ratios],
-            "first_late_s": round(first_s, 4),
-            "opening_late_s": [round(late_s, 4) for late_s in opening_s],
+            "first_late_s": late_s[0],
+            "late_s": late_s,
             "samples_s": samples,
         }
-
-    def _late_s(self, prompt: list[int]) -> float:
-        """Return by how much the first token comes later than without Redis."""
-        return self._ask("with", prompt).ttft_s - self._ask("without", prompt).ttft_s
 
     def _ask(self, name: str, prompt: list[int]) -> Answer:
         return self._children[name].do(ask_afresh, prompt, self._options.answer_tokens)

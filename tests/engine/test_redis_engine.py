@@ -366,3 +366,28 @@ def test_write_back_writes_what_ram_gives_up(alone, truth):
         assert subject.ask(names[0]) >= N_WHOLE
         assert "redis" in engine.sources()
     store.close()
+
+
+@pytest.mark.parametrize("promote", [True, False])
+def test_an_engine_that_only_reads_redis(alone, truth, promote):
+    """With "none" what others saved is served and nothing is added; `promote` keeps it in RAM."""
+    store = Store()
+    with Engine(models.LLAMA, settings(store.wall.url)) as engine:
+        Subject(engine, truth).ask("shared")
+        engine.drain()
+    more = {"redis_write": "none", "promote": promote, "ram": "64MiB"}
+    with (
+        Engine(models.LLAMA, settings(store.wall.url, **more)) as engine,
+        store.server.client() as c,
+    ):
+        subject, kept = Subject(engine, truth), set(c.scan_iter("kvtier:*:h"))
+        assert kept
+        assert subject.ask("shared") >= N_WHOLE
+        assert set(engine.sources()) == {"redis"}
+        subject.ask("shared")
+        assert set(engine.sources()) == {"ram" if promote else "redis"}
+        subject.ask("gone")
+        engine.drain()
+        assert set(c.scan_iter("kvtier:*:h")) == kept
+        engine.assert_clean()
+    store.close()

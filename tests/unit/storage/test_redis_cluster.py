@@ -10,7 +10,7 @@ from redis.crc import key_slot
 
 import kvtier.storage.redis_node as redis_node
 from kvtier.storage.counts import Counts
-from kvtier.storage.errors import RecordMissing, RecordRefused, TierUnavailable
+from kvtier.storage.errors import ConfigError, RecordMissing, RecordRefused, TierUnavailable
 from kvtier.storage.jobs import ChunkStatus
 from kvtier.storage.link import LinkLimits, TierLink
 from kvtier.storage.redis import RedisTier
@@ -30,7 +30,7 @@ from kvtier.storage.testing import (
 from kvtier.storage.tier import PutResult
 from kvtier.tools.redis_server import RedisServer, free_port
 
-from ...redis_server import Cluster, eventually, settings_of
+from ...redis_server import Cluster, eventually, make_certificates, settings_of
 
 N = 30
 PATIENCE_S = 0.3
@@ -248,6 +248,24 @@ def test_a_replica_takes_over(cluster, tier):
         assert tier.put(spec_of(min(lost)), payload_of(1), replace=True) is PutResult.STORED
     finally:
         replica.close()
+
+
+def test_a_cluster_over_tls(tmp_path):
+    """The nodes that a cluster names are spoken to as the first one is: over TLS."""
+    try:
+        cluster = Cluster(make_certificates(str(tmp_path)))
+    except ConfigError as error:
+        pytest.skip(f"no server with TLS here: {error}")
+    try:
+        tier = RedisTier(settings_of(cluster.url), NAMESPACE, 0)
+        for number in range(N):
+            tier.put(spec_of(number), payload_of(number))
+            assert read_back(tier, number) == joined(payload_of(number))
+        assert all(numbers_on(node) for node in cluster.nodes)
+        assert all(tier.contains_many([key_of(number) for number in range(N)]))
+        tier.close()
+    finally:
+        cluster.close()
 
 
 def test_a_server_that_is_no_clusters_says_so(cluster):
