@@ -3,7 +3,9 @@
 import contextlib
 import logging
 import random
+import re
 import time
+from pathlib import Path
 
 import pytest
 from redis.crc import key_slot
@@ -248,6 +250,38 @@ def test_a_replica_takes_over(cluster, tier):
         assert tier.put(spec_of(min(lost)), payload_of(1), replace=True) is PutResult.STORED
     finally:
         replica.close()
+
+
+def test_the_rights_that_the_documentation_names_are_enough(cluster):
+    """A user who may do no more than that keeps records, looks them up and raises an epoch."""
+    page = (Path(__file__).parents[3] / "docs/operations.md").read_text()
+    named = re.search(r"commands `(GET [^`]*)`, in a cluster also `([^`]*)`", page)
+    for node in cluster.nodes:
+        with node.client() as client:
+            client.acl_setuser(
+                "kv",
+                enabled=True,
+                passwords=["+p@ss"],
+                keys=["t:*"],
+                commands=[f"+{name.lower()}" for part in named.groups() for name in part.split()],
+            )
+    url = cluster.url.replace("//", "//kv:p%40ss@")
+    tier = RedisTier(settings_of(url), NAMESPACE, 0, description={"model": "tiny"})
+    for number in range(N):
+        tier.put(spec_of(number), payload_of(number))
+        tier.put(spec_of(number), payload_of(number), replace=True)
+        assert read_back(tier, number) == joined(payload_of(number))
+    assert all(tier.contains_many([key_of(number) for number in range(N)]))
+    tier.touch([key_of(1)])
+    assert tier.persist([key_of(1)]) == tier.expire([key_of(1)]) == 1
+    assert len(list(tier.scan())) == N
+    assert tier.delete([key_of(1)]) == 1
+    assert raise_epoch(tier.settings, "model") == 1
+    start_moving(cluster, tier._names.head(key_of(2)))
+    for _ in range(2):
+        assert tier.contains_many([key_of(2), key_of(1)]) == [True, False]
+    tier.clear()
+    tier.close()
 
 
 def test_a_cluster_over_tls(tmp_path):
