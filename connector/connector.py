@@ -43,6 +43,7 @@ class WorkerFacts(base.KVConnectorHandshakeMetadata):
     facts: dict[str, Any]
     ready_pages: int
     off: str | None = None
+    short_copies: bool = False
 
 
 @dataclass
@@ -85,6 +86,7 @@ class KVTierConnector(base.KVConnectorBase_V1, base.SupportsHMA):
         self._geometry: Geometry | None = None
         self._gauge_step = 0
         self._off: str | None = None
+        self._short_copies = False
         try:
             engine_api.check_interface()
             self._geometry = from_kv_cache_config(
@@ -190,6 +192,13 @@ class KVTierConnector(base.KVConnectorBase_V1, base.SupportsHMA):
         self._names.set_ranks({str(f.rank): f.facts for f in facts})
         for fact in facts:
             self._scheduler.pages_ready(fact.rank, fact.ready_pages)
+        if any(fact.short_copies for fact in facts):
+            self._scheduler.short_copies.on = True
+            logger.warning(
+                "kvtier: with prefix_match_unit this vLLM damages KV of this model after its own "
+                "hits inside a block; what is computed from there on is not stored. Start it "
+                "without prefix_match_unit"
+            )
 
     def on_new_request(self, request: Any) -> None:
         """Begin to follow a request."""
@@ -279,6 +288,8 @@ class KVTierConnector(base.KVConnectorBase_V1, base.SupportsHMA):
         if self._geometry is None:
             return
         try:
+            if getattr(self._vllm.cache_config, "prefix_match_unit", None):
+                self._short_copies = engine_api.copies_fall_short(kv_caches)
             self._worker = assembly.build_worker(
                 self._settings,
                 self._geometry,
@@ -305,7 +316,8 @@ class KVTierConnector(base.KVConnectorBase_V1, base.SupportsHMA):
         from .namespace import worker_facts  # noqa: PLC0415 (only once)
 
         facts = worker_facts(self._vllm, self._geometry)
-        return WorkerFacts(self._rank, facts, self._worker.first_pages())
+        pages = self._worker.first_pages()
+        return WorkerFacts(self._rank, facts, pages, short_copies=self._short_copies)
 
     def _plan(self) -> Plan:
         meta = self._get_connector_metadata()

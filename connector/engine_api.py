@@ -206,21 +206,13 @@ def check_interface() -> None:
         raise GeometryError(
             f"this vLLM is built in a way that kvtier does not know: {err}"
         ) from None
-    lacking = [
-        what
-        for what, there in (
-            ("to tell which loads failed", hasattr(base, "KVConnectorTransferResults")),
-            (
-                "block tables in each step",
-                "kv_connector_block_state" in SchedulerOutput.__annotations__,
-            ),
-            (
-                "the root of its prefix hashes",
-                "NONE_HASH" in {**vars(kv_cache_utils), **kv_cache_utils.__annotations__},
-            ),
-        )
-        if not there
-    ]
+    offers = {
+        "to tell which loads failed": hasattr(base, "KVConnectorTransferResults"),
+        "block tables": "kv_connector_block_state" in SchedulerOutput.__annotations__,
+        "the root of its prefix hashes": "NONE_HASH"
+        in {**vars(kv_cache_utils), **kv_cache_utils.__annotations__},
+    }
+    lacking = [what for what, there in offers.items() if not there]
     if lacking:
         raise GeometryError(f"this vLLM ({engine_version()}) does not offer {', '.join(lacking)}")
 
@@ -386,3 +378,24 @@ def identical_ranks(vllm_config: Any, kv_cache_config: Any) -> int:
     replicas = int(getattr(kv_cache_config, "kv_tp_replicas", 1) or 1)
     tensor = int(vllm_config.parallel_config.tensor_parallel_size)
     return replicas if replicas > 0 and tensor % replicas == 0 else 1
+
+
+def copies_fall_short(kv_caches: Mapping[str, Any]) -> bool:
+    """Say whether this engine's copy-on-write leaves a part of some blocks behind.
+
+    vLLM up to 0.33 copies of views that start at one address only the first, also where a
+    later one is longer (groups of recurrent layers and of attention in the same memory).
+    """
+    sizes: dict[int, set[int]] = {}
+    for view in kv_caches.values():
+        sizes.setdefault(view.data_ptr(), set()).add(view[0].numel() * view.element_size())
+    if all(len(lengths) == 1 for lengths in sizes.values()):
+        return False
+    import torch  # noqa: PLC0415 (slow)
+    from vllm.v1.worker.utils import copy_kv_cache_blocks_inplace as copy  # noqa: PLC0415 (slow)
+
+    memory = torch.zeros(32, dtype=torch.int8)  # two layers' room, so that none is all of it
+    short, long = (memory.as_strided((2, 1, 1, n), (8, 8, 8, 1)) for n in (4, 8))
+    long[0] = 1
+    copy([short, long], 2, [(0, 1)])
+    return not bool((long[1] == 1).all())

@@ -28,6 +28,7 @@ from .request_options import options_of
 from .save_planner import SavePlanner, SaveTracker
 from .settlement import Settlement
 from .shared_lookup import SharedLookup
+from .short_copies import ShortCopies
 from .standing import Standing
 from .tier_states import TierStates
 from .tracker import SchedulerOptions, Tracker
@@ -64,6 +65,7 @@ class SchedulerHalf:
         self.counts = Counts()
         self.options = options or SchedulerOptions()
         self.last_hits: dict[str, dict[str, int]] = {}
+        self.short_copies = ShortCopies(geometry)
         self._lookup = PrefixLookup(geometry, catalog)
         self._namespace_of = namespace
         self._namespace: NamespaceInfo | None = None
@@ -182,7 +184,7 @@ class SchedulerHalf:
     def admitted(self, request: Any, blocks: Any, external_tokens: int) -> None:
         """Answer `update_state_after_alloc`: plan the load of exactly ``external_tokens``."""
         tracker = self._tracker(request)
-        tracker.probed = False
+        tracker.probed, tracker.admitted = False, True
         if not tracker.counted:
             self._count_admission(tracker, external_tokens)
         self._auditor.admitted(tracker.audit, tracker.hashes)
@@ -327,6 +329,8 @@ class SchedulerHalf:
         request = tracker.request
         valid_tokens = min(request.num_computed_tokens + n_scheduled, request.num_tokens)
         prompt_tokens = request.num_prompt_tokens
+        if self.short_copies.on:
+            self.short_copies.scheduled(tracker, valid_tokens)
         due = self._saves.due(tracker.save, valid_tokens, prompt_tokens)
         if not due and not tracker.audit.pieces:
             return

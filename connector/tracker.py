@@ -85,6 +85,8 @@ class Tracker:
     hits: dict[str, int] = field(default_factory=dict)  # tokens by source, last admission
     counted: bool = False
     audit: AuditTracker = field(default_factory=AuditTracker)
+    admitted: bool = False  # and not computing yet
+    damaged_from: int | None = None  # hashes before this one are told, see `ShortCopies`
 
     @property
     def hashes(self) -> Sequence[bytes]:

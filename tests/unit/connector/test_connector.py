@@ -21,6 +21,7 @@ SCHEDULER, WORKER = base.KVConnectorRole.SCHEDULER, base.KVConnectorRole.WORKER
 
 class FakeHalf:
     def __init__(self):
+        self.short_copies = SimpleNamespace(on=False)
         self.pages, self.stopped = {}, 0
 
     def lookup(self, request, local_tokens):
@@ -65,9 +66,10 @@ def connect(monkeypatch, caplog):
     ours = logging.getLogger("kvtier")
     monkeypatch.setattr(ours, "handlers", [*ours.handlers, caplog.handler])
 
-    def make(role, rank=0):
+    def make(role, rank=0, unit=None):
         config = SimpleNamespace(
             kv_transfer_config=SimpleNamespace(kv_connector_extra_config={"ram": "1GiB"}),
+            cache_config=SimpleNamespace(prefix_match_unit=unit),
             parallel_config=SimpleNamespace(
                 world_size=2, rank=rank, pipeline_parallel_size=1, tensor_parallel_size=2
             ),
@@ -115,6 +117,21 @@ def test_all_ranks_there(connect):
     assert scheduler.scheduler_half is half
     assert sorted(names.ranks) == ["0", "1"]
     assert half.pages == {0: 7, 1: 7}
+
+
+@pytest.mark.parametrize("unit", [None, 32])
+@pytest.mark.parametrize("short", [False, True])
+def test_copies_that_fall_short_are_told_where_there_are_any(
+    connect, monkeypatch, caplog, unit, short
+):
+    """Only hits inside a block are copied; on any rank they may fall short. One line."""
+    monkeypatch.setattr(engine_api, "copies_fall_short", lambda views: short and "x" in views)
+    scheduler, workers = connect(SCHEDULER), [connect(WORKER, rank, unit) for rank in (0, 1)]
+    workers[0].register_kv_caches({})
+    workers[1].register_kv_caches({"x": SimpleNamespace(element_size=lambda: 2)})
+    hand_over(scheduler, *workers)
+    assert scheduler.scheduler_half.short_copies.on == (short and unit is not None)
+    assert len(lines(caplog)) == scheduler.scheduler_half.short_copies.on
 
 
 @pytest.mark.parametrize(

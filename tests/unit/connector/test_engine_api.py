@@ -28,3 +28,28 @@ def test_an_engine_outside_the_tested_range_is_named_in_one_line(monkeypatch, ve
         assert version in line
         assert "0.31, 0.32" in line
         assert "\n" not in line
+
+
+def views(*sizes):
+    """Views of one memory that all begin where it does; ``sizes`` are their blocks' bytes."""
+    torch = pytest.importorskip("torch")
+    memory = torch.zeros(1024, dtype=torch.int8)
+    return {str(i): memory.as_strided((4, 1, 1, n), (64, 64, 64, 1)) for i, n in enumerate(sizes)}
+
+
+def test_copies_of_views_that_overlap_are_tried(monkeypatch):
+    """A copy that leaves a part behind is known as such where views differ, by what it does."""
+    utils = pytest.importorskip("vllm.v1.worker.utils")
+
+    def copies_all(caches, num_blocks, pairs):
+        for cache in caches:
+            for source, to in pairs:
+                cache[to] = cache[source]
+
+    def copies_first(caches, num_blocks, pairs):
+        copies_all(caches[:1], num_blocks, pairs)
+
+    for copy, falls_short in ((copies_all, False), (copies_first, True)):
+        monkeypatch.setattr(utils, "copy_kv_cache_blocks_inplace", copy)
+        assert engine_api.copies_fall_short(views(32, 64)) == falls_short
+        assert not engine_api.copies_fall_short(views(64, 64)), "one size: nothing is left behind"
