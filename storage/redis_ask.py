@@ -11,6 +11,7 @@ from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
 from .errors import TierUnavailable
+from .redis_node import BusyError
 from .redis_topology import address_of
 from .redis_wire import ServerError, command
 
@@ -82,6 +83,8 @@ def suspecting(servers: Servers, node: Node) -> Iterator[None]:
         raise left_alone(node)
     try:
         yield
+    except BusyError:
+        raise
     except TierUnavailable as error:
         servers.failed(node, str(error))
         raise
@@ -122,38 +125,36 @@ def _round_trip(
         by_node.setdefault(servers.node_of(questions[index].route), []).append(index)
     found, lost = _ask_all({n: i for n, i in by_node.items() if servers.usable(n)}, questions)
     for node, error in lost.items():
-        servers.failed(node, str(error))
+        if not isinstance(error, BusyError):
+            servers.failed(node, str(error))
     silent = [node for node in by_node if node in lost or node.is_off]
     for node in silent:
         if not (some and servers.others_answer(node)):
             raise lost.get(node) or left_alone(node)
     moved = []
     for index, answer in found.items():
-        code = answer.code if isinstance(answer, ServerError) else ""
-        if code == "MOVED":
+        if isinstance(answer, ServerError) and answer.code == "MOVED":
             moved.append(index)
-            continue
-        answers[index] = answer
-        if code in _MOVING:
-            answers[index] = there = _follow(servers, questions[index], answer)
-            if isinstance(there, ServerError) and there.code in _MOVING:
-                if not some:
-                    raise TierUnavailable(f"redis: a slot is moving to another node: {there.text}")
-                answers[index] = None
+        elif isinstance(answer, ServerError) and answer.code in _MOVING:
+            answers[index] = _follow(servers, questions[index], answer, some=some)
+        else:
+            answers[index] = answer
     return moved
 
 
-def _follow(servers: Servers, question: Question, error: Answer) -> Answer:
-    """Ask where an ``ASK`` answer points to; return ``error`` when that leads nowhere."""
-    assert isinstance(error, ServerError)
+def _follow(servers: Servers, question: Question, error: ServerError, *, some: bool) -> Answer:
+    """Ask where an ``ASK`` answer points to; when that leads nowhere None, if ``some`` will do."""
+    there: Answer = error
     address = address_of(error.text) if error.code == "ASK" else None
-    if address is None:
-        return error
-    try:
-        commands = [command(b"ASKING"), question.command]
-        return ask_node(servers, servers.node_at(address), commands)[1]
-    except TierUnavailable:
-        return error
+    if address is not None:
+        with contextlib.suppress(TierUnavailable):
+            commands = [command(b"ASKING"), question.command]
+            there = ask_node(servers, servers.node_at(address), commands)[1]
+    if isinstance(there, ServerError) and there.code in _MOVING:
+        if not some:
+            raise TierUnavailable(f"redis: a slot is moving to another node: {there.text}")
+        return None
+    return there
 
 
 def _ask_all(

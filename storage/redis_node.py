@@ -30,6 +30,10 @@ class NodeGoneError(Exception):
     """The node of a cluster that holds a record does not answer, where others do."""
 
 
+class BusyError(TierUnavailable):
+    """All connections are in use; of the server this says nothing."""
+
+
 class Lane:
     """At most ``size`` connections of one kind to one server.
 
@@ -61,7 +65,7 @@ class Lane:
     def use(self) -> Iterator[Wire]:
         """Lend a connection, kept afterwards only if no answer is owed on it."""
         if not self._free.acquire(timeout=self._wait_s):
-            raise TierUnavailable("redis: all connections are busy")
+            raise BusyError("redis: all connections are busy")
         try:
             wire = self._take()
             try:

@@ -109,7 +109,7 @@ class Servers:
     def failed(self, node: Node, reason: str) -> None:
         """Note that a server failed: the next call looks where the keys are now."""
         self._suspect = True
-        if self.is_cluster:
+        if self.is_cluster and not self._closed:
             node.failed(reason)
         node.drop_idle()
 

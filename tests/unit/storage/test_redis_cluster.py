@@ -4,6 +4,7 @@ import contextlib
 import logging
 import random
 import re
+import threading
 import time
 from pathlib import Path
 
@@ -145,6 +146,37 @@ def node_of_slot(slot):
 
 def node_of_record(number):
     return node_of_slot(key_slot(key_of(number)[:-1].hex().encode()))
+
+
+def test_a_tier_that_closes_or_is_busy_accuses_no_node(cluster, caplog):
+    """Calls that its own end wakes, or that find no free connection, say nothing of a node."""
+    settings = settings_of(cluster.url, timeout="300ms", connections=1)
+    tier = RedisTier(settings, NAMESPACE, 0)
+    tier.put(spec_of(1), payload_of(1))
+    node = tier._servers.node_of(tier._names.head(key_of(1)))
+    with node.payloads.use(), pytest.raises((RecordMissing, TierUnavailable)):
+        read_back(tier, 1)
+    assert read_back(tier, 1) == joined(payload_of(1))
+    waiting = threading.Thread(target=lambda: outcomes.append(failing(lambda: read_back(tier, 1))))
+    outcomes = []
+    cluster.nodes[node_of_record(1)].freeze()
+    try:
+        waiting.start()
+        time.sleep(0.1)
+        tier.close()
+        waiting.join(5)
+    finally:
+        cluster.nodes[node_of_record(1)].thaw()
+    assert outcomes[0] is not None
+    assert not caplog.records
+
+
+def failing(call):
+    try:
+        call()
+    except (RecordMissing, TierUnavailable) as error:
+        return error
+    return None
 
 
 def start_moving(cluster, name):
