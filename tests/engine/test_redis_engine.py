@@ -24,6 +24,7 @@ import kvtier.connector.shared_epoch as shared_epoch
 import kvtier.connector.shared_tiers as shared_tiers
 from kvtier.storage.link import LinkLimits
 
+from ..redis_server import Cluster
 from . import models, redis_faults
 from .harness import FLOAT32_TOLERANCE, Answer, Engine, prompt
 from .redis_faults import Store
@@ -366,6 +367,27 @@ def test_write_back_writes_what_ram_gives_up(alone, truth):
         assert subject.ask(names[0]) >= N_WHOLE
         assert "redis" in engine.sources()
     store.close()
+
+
+def test_a_node_of_a_cluster_that_hangs(alone, truth):
+    """Every answer is right and in time, the breaker stays closed, and hits come back."""
+    cluster = Cluster()
+    try:
+        with Engine(models.LLAMA, settings(cluster.url)) as engine:
+            subject = Subject(engine, truth)
+            subject.ask_until_restored("shared")
+            cluster.nodes[1].freeze()
+            try:
+                for name in ("shared", "shared", "gone", "shared", "gone"):
+                    subject.ask(name)
+                    engine.drain()
+                assert not engine.connector.scheduler_half.catalog.is_offline("redis")
+            finally:
+                cluster.nodes[1].thaw()
+            subject.ask_until_restored("shared", limit_s=60.0)
+            engine.assert_clean()
+    finally:
+        cluster.close()
 
 
 @pytest.mark.parametrize("promote", [True, False])
