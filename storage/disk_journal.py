@@ -41,6 +41,19 @@ class News:
     all: bool
 
 
+def mentions(folder: str, key: bytes) -> bool:
+    """Return whether the journal of a rank's folder tells of a key; old lines are forgotten."""
+    try:
+        fd = os.open(f"{folder}/{JOURNAL}", os.O_RDONLY | _FLAGS)
+    except OSError:
+        return False
+    try:
+        with os.fdopen(fd, "rb") as file:
+            return key_name(key).encode() in file.read(2 * _ROTATE_BYTES).split(b"\n")
+    except OSError:
+        return False
+
+
 class JournalWriter:
     """Appends to one journal. Thread-safe, never raises: a lost line only costs time."""
 

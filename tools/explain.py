@@ -1,29 +1,30 @@
 """Why a prompt hits as far as it does: its chain of chunks, looked up in a store.
 
-Only what a store shows can be told. That a save was dropped, or that the gate said no, is in an
-engine's metrics (`kvtier top`), not here.
+Only what a store shows can be told: what came and went lately, too, where it keeps a journal. That
+a save was dropped, or that the gate said no, is in an engine's metrics (`kvtier top`), not here.
 """
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from ..storage.errors import KVTierError, RecordMissing
 from ..storage.key import chunk_key, key_name
 from .exit_codes import ExitCode
+from .explain_reason import RECURRENT, reason_of
 from .reporting import CommandError
-from .store_words import differences
+from .store_words import differences, part
 
 if TYPE_CHECKING:
     from .recorded import Recorded
     from .store_base import Record, Space, Store
 
 MAX_PROMPT_BYTES = 256 << 20
-_RECURRENT = "recurrent"
+MAX_RANKS = 4096  # more is no engine's description
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +64,8 @@ class Chain:
 
     Attributes:
         ends: token counts at which records may end: whole chunks, then finer.
+        root_hash: what the first block has for a parent.
+        hashes: prefix hash at the end of each whole block; ``hash_from`` says who made them.
         at: token count to group to the ranks that have an intact-looking record.
     """
 
@@ -71,8 +74,9 @@ class Chain:
     block_tokens: int
     ranks: int
     groups: list[Group]
-    hashes: list[bytes]
-    hash_from: str
+    root_hash: bytes
+    hashes: list[bytes] = field(default_factory=list)
+    hash_from: str = ""
     at: dict[int, dict[int, set[int]]] = field(default_factory=dict)
     found: dict[tuple[int, int, int], Record] = field(default_factory=dict)
 
@@ -93,8 +97,9 @@ def read_prompt(source: str, text: str) -> list[int]:
     """
     try:
         value = json.loads(text)
-    except ValueError:
-        value = [int(word) for word in re.findall(r"\d+", text)] if _plain(text) else None
+    except (ValueError, RecursionError):
+        words = re.findall(r"\d+", text) if _plain(text) else []
+        value = [int(word) for word in words] if max(map(len, words), default=99) < 20 else None
     if isinstance(value, dict):
         value = value.get("prompt_token_ids", value.get("prompt"))
     if isinstance(value, int):
@@ -121,21 +126,18 @@ def chain_of(space: Space, prompt: Prompt) -> Chain:
     from ..connector.request_options import PARAMS_KEY, SaltedHashes, read_options
 
     said = space.description or {}
-    cache = said.get("cache") if isinstance(said.get("cache"), dict) else {}
-    assert isinstance(cache, dict)
-    block, chunk = cache.get("hash_block_tokens"), cache.get("chunk_tokens")
-    root = said.get("root_hash")
-    if not isinstance(block, int) or not isinstance(chunk, int) or not isinstance(root, str):
-        raise KVTierError(f"{space.name}: {space.problem or 'does not say how prompts are hashed'}")
+    chain = _empty_chain(space, said)
+    block, root = chain.block_tokens, chain.root_hash
     if said.get("hash_lookahead_tokens"):
         raise KVTierError(f"{space.name}: its hashes cover tokens to come; not known here")
     if prompt.recorded is not None:
-        hashes, whose = _recorded_hashes(space, said, block, root, prompt.recorded), "recorded"
+        chain.hashes = _recorded_hashes(space, said, block, root.hex(), prompt.recorded)
+        chain.hash_from = "recorded"
     else:
-        hash_of, whose = hash_function(str(said.get("hash_algorithm")))
-        hashes = block_hashes(
+        hash_of, chain.hash_from = hash_function(str(said.get("hash_algorithm")))
+        chain.hashes = block_hashes(
             hash_of,
-            bytes.fromhex(root),
+            root,
             prompt.token_ids,
             block,
             cache_salt=prompt.cache_salt,
@@ -143,19 +145,44 @@ def chain_of(space: Space, prompt: Prompt) -> Chain:
         )
         if prompt.tenant is not None:
             options = read_options({PARAMS_KEY: {"tenant": prompt.tenant}}, None)
-            hashes = list(SaltedHashes(hashes, options.salt))
-    groups = [
-        Group(int(g["group"]), str(g.get("kind")), g.get("window_tokens"))
-        for g in said.get("groups", ())
-        if isinstance(g, dict) and "group" in g
-    ] or [Group(0, "full", None)]
-    parallel = said.get("parallel") if isinstance(said.get("parallel"), dict) else {}
-    assert isinstance(parallel, dict)
-    ranks = int(parallel.get("tensor_parallel_size", 1)) * int(
-        parallel.get("pipeline_parallel_size", 1)
-    )
-    ranks //= int(parallel.get("kv_replicas", 1))  # the first of those that hold the same writes
-    return Chain(space, chunk, block, ranks, groups, hashes, whose)
+            chain.hashes = list(SaltedHashes(chain.hashes, options.salt))
+    return chain
+
+
+def _empty_chain(space: Space, said: Mapping[str, Any]) -> Chain:
+    """Return a chain without hashes, cut as a namespace describes it.
+
+    Raises:
+        KVTierError: it describes nothing that an engine writes.
+    """
+    cache, parallel = part(said, "cache"), part(said, "parallel")
+    try:
+        block = _number(cache["hash_block_tokens"], 1)
+        chunk = _number(cache["chunk_tokens"], block)
+        root = bytes.fromhex(said["root_hash"])
+        tensor = _number(parallel.get("tensor_parallel_size", 1), 1, MAX_RANKS)
+        pipeline = _number(parallel.get("pipeline_parallel_size", 1), 1, MAX_RANKS // tensor)
+        replicas = _number(parallel.get("kv_replicas", 1), 1, tensor)
+        groups = [
+            Group(
+                _number(g["group"], 0, 255),
+                str(g.get("kind")),
+                None if g.get("window_tokens") is None else _number(g["window_tokens"], 0),
+            )
+            for g in said.get("groups", ())
+        ]
+    except (KeyError, TypeError, ValueError, AttributeError):
+        why = space.problem or "does not say how prompts are hashed"
+        raise KVTierError(f"{space.name}: {why}") from None
+    # Of ranks that hold the same, the first writes.
+    ranks = tensor * pipeline // replicas
+    return Chain(space, chunk, block, ranks, groups or [Group(0, "full", None)], root)
+
+
+def _number(value: object, least: int, most: int = MAX_PROMPT_BYTES) -> int:
+    if type(value) is not int or not least <= value <= most:
+        raise ValueError(value)
+    return value
 
 
 def _recorded_hashes(
@@ -202,7 +229,7 @@ def hit_tokens(chain: Chain) -> int:
 
 
 def _serves(chain: Chain, group: Group, end: int) -> bool:
-    if group.kind == _RECURRENT:
+    if group.kind == RECURRENT:
         return chain.whole(end, group.number)
     first = group.first_token(end)
     boundary = end // chain.chunk_tokens * chain.chunk_tokens
@@ -249,10 +276,10 @@ def _verdict(
         for end in [end for end in chain.at if end >= first_bad]:
             del chain.at[end]
         hit = hit_tokens(chain)
-    reason, detail = _reason(store, chain, prompt, hit, bad)
+    reason, detail = reason_of(store, chain, prompt, hit, bad)
     verdict = {
         "namespace": chain.space.name,
-        "model": ((chain.space.description or {}).get("model") or {}).get("path"),
+        "model": part(chain.space.description or {}, "model").get("path"),
         "prompt_tokens": prompt.n_tokens,
         "hit_tokens": hit,
         "chunk_tokens": chain.chunk_tokens,
@@ -287,48 +314,3 @@ def _damaged(store: Store, chain: Chain, hit: int) -> list[tuple[int, str]]:
         if not checked.ok:
             bad.append((end, f"{key_name(record.key)} of rank {record.rank}: {checked.detail}"))
     return bad
-
-
-def _reason(  # noqa: PLR0911 - a return for each reason
-    store: Store, chain: Chain, prompt: Prompt, hit: int, bad: list[tuple[int, str]]
-) -> tuple[str, str]:
-    """Return the best reason that the store shows for a hit that ends at ``hit``."""
-    usable = max(0, prompt.n_tokens - 1) // chain.block_tokens * chain.block_tokens
-    if not chain.hashes:
-        return "prompt_short", f"no whole block of {chain.block_tokens} tokens"
-    if bad:
-        return "damaged", bad[0][1] + "; `kvtier verify --fix` moves it out of the way"
-    if hit >= usable:
-        return "none", "everything that can be restored is there"
-    following = min(hit // chain.chunk_tokens * chain.chunk_tokens + chain.chunk_tokens, usable)
-    for group in chain.groups:
-        ranks = chain.at.get(following, {}).get(group.number, set())
-        if 0 < len(ranks) < chain.ranks:
-            missing = sorted(set(range(chain.ranks)) - ranks)
-            return "rank_missing", f"at token {following} ranks {missing} have no record"
-    quarantined = _in_quarantine(store, chain, following)
-    if quarantined:
-        return "quarantined", f"{quarantined} was damaged and taken out of use"
-    full = [g for g in chain.groups if not g.window_tokens and g.kind != _RECURRENT]
-    if any(g.kind == _RECURRENT for g in chain.groups) and any(
-        chain.whole(following, g.number) for g in full
-    ):
-        return "state_missing", f"no recurrent state is kept at token {following}"
-    if any(end > following for end in chain.at):
-        last = max(chain.at)
-        return "gap", (
-            f"nothing at token {following}, but records up to token {last}: evicted, "
-            "dropped when the queue was full, or could not be written"
-        )
-    if not chain.found:
-        return "never_stored", "no record of this prompt: never stored, evicted, or another salt"
-    return "not_stored", f"nothing after token {hit}: never stored, dropped or evicted"
-
-
-def _in_quarantine(store: Store, chain: Chain, end: int) -> str | None:
-    names: list[str] = getattr(store, "quarantined_names", list)()
-    for group in chain.groups:
-        name = key_name(chain.key(end, group.number))
-        if any(name in file and chain.space.name in file for file in names):
-            return name
-    return None

@@ -80,7 +80,7 @@ def _model_config(folder: str | None) -> dict[str, Any] | None:
     try:
         with open(path, encoding="utf-8") as file:
             value = json.load(file)
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise CommandError(f"{path}: {error}", ExitCode.USAGE) from None
     return value if isinstance(value, dict) else None
 
@@ -181,7 +181,13 @@ def top(
         print(CLEAR + "\n".join(lines(View(before, None, 0.0).as_dict(where))), flush=True)
     while True:
         time.sleep(every)
-        now, now_s = scrape(address), time.monotonic()
+        try:
+            now, now_s = scrape(address), time.monotonic()
+        except CommandError as error:
+            if not live:
+                raise
+            print(f"{CLEAR}{error}; looking again every {every:g} s", flush=True)
+            continue
         state = View(now, before, now_s - before_s).as_dict(where)
         if as_json:
             print_json(state)

@@ -21,6 +21,8 @@ from .replay_chunks import Shape
 
 ENGINE_BLOCK_TOKENS = 16
 DEFAULT_CHUNK_TOKENS = 256
+_ENDINGS = ("", "-instruct", "-it")  # of names, that people leave out
+MOST = 1 << 40  # no count in a config.json is larger
 INDEXER_SCALE_BYTES = 4  # one float32 for each 128 values of a sparse-attention index
 DTYPE_BYTES = {
     "float32": 4,
@@ -145,7 +147,7 @@ def find_model(model: str, kv_dtype: str = "auto", n_ranks: int = 1) -> ModelKV:
         try:
             with open(path, encoding="utf-8") as file:
                 config = json.load(file)
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, RecursionError) as error:
             raise ModelError(f"{path} is no readable config.json: {error}") from None
         if not isinstance(config, dict):
             raise ModelError(f"{path} is no JSON object")
@@ -153,13 +155,14 @@ def find_model(model: str, kv_dtype: str = "auto", n_ranks: int = 1) -> ModelKV:
     short = {name.rpartition("/")[2].lower(): name for name in MODELS}
     lower = model.lower()
     exact = {name.lower(): name for name in MODELS} | short
-    name = exact.get(lower) or exact.get(lower + "-instruct") or exact.get(lower + "-it")
+    spellings = (f"{first}{lower}{last}" for first in ("", "meta-") for last in _ENDINGS)
+    name = next((exact[one] for one in spellings if one in exact), None)
     if name is None:
         near = difflib.get_close_matches(lower, list(short), n=1, cutoff=0.4)
         hint = f"did you mean {short[near[0]]!r}? " if near else ""
         raise ModelError(
             f"model {model!r} is neither a folder with config.json nor a known name; {hint}"
-            "give the folder, or --bytes-per-token"
+            "give the folder (`kvtier replay` also takes --bytes-per-token)"
         )
     return from_config(name, MODELS[name], kv_dtype, n_ranks)
 
@@ -174,13 +177,16 @@ def from_config(
     """
     inner = config.get("text_config")
     text = {**config, **inner} if isinstance(inner, dict) else config
-    reader = _Reader(name, text, kv_dtype, n_ranks)
-    counts: dict[LayerKind, int] = {}
-    for kind in reader.kinds():
-        counts[kind] = counts.get(kind, 0) + 1
-    if not counts:
-        raise ModelError(f"{name}: no layer of it keeps KV")
-    return ModelKV(name, tuple(reader.layers(kind, n) for kind, n in counts.items()))
+    try:
+        reader = _Reader(name, text, kv_dtype, n_ranks)
+        counts: dict[LayerKind, int] = {}
+        for kind in reader.kinds():
+            counts[kind] = counts.get(kind, 0) + 1
+        if not counts:
+            raise ModelError(f"{name}: no layer of it keeps KV")
+        return ModelKV(name, tuple(reader.layers(kind, n) for kind, n in counts.items()))
+    except (TypeError, ValueError, KeyError, ArithmeticError, AttributeError) as error:
+        raise ModelError(f"{name}: config.json has a value that no model has: {error}") from None
 
 
 _KINDS = {
@@ -219,7 +225,7 @@ class _Reader:
     def _int(self, *keys: str) -> int:
         for key in keys:
             value = self._config.get(key)
-            if isinstance(value, int) and not isinstance(value, bool) and value > 0:
+            if isinstance(value, int) and not isinstance(value, bool) and 0 < value < MOST:
                 return value
         raise ModelError(f"{self._name}: config.json has no {' or '.join(keys)}")
 

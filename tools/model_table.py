@@ -69,6 +69,8 @@ MODELS: dict[str, dict[str, Any]] = {
     "HuggingFaceTB/SmolLM2-135M-Instruct": _plain(30, 3, 64),
     "HuggingFaceTB/SmolLM2-360M-Instruct": _plain(32, 5, 64),
     "HuggingFaceTB/SmolLM2-1.7B-Instruct": _plain(24, 32, 64),
+    "meta-llama/Meta-Llama-3-8B-Instruct": _plain(32, 8, 128),
+    "meta-llama/Meta-Llama-3-70B-Instruct": _plain(80, 8, 128),
     "meta-llama/Llama-3.1-8B-Instruct": _plain(32, 8, 128),
     "meta-llama/Llama-3.1-70B-Instruct": _plain(80, 8, 128),
     "meta-llama/Llama-3.1-405B-Instruct": _plain(126, 8, 128),

@@ -148,7 +148,7 @@ def unpin(
 
 
 def _named(there: list[Pin], start: str) -> Pin:
-    found = [one for one in there if one.name.startswith(start)]
+    found = [one for one in there if start and one.name.startswith(start)]
     if len(found) != 1:
         which = "no pin begins" if not found else f"{len(found)} pins begin"
         raise CommandError(f"{which} with {start!r}; see `kvtier stat`", ExitCode.USAGE)

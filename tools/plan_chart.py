@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import importlib.util
 import math
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from .exit_codes import ExitCode
 from .reporting import CommandError, size
 
 if TYPE_CHECKING:
@@ -34,17 +37,28 @@ class Mark:
     n_bytes: float
 
 
+def check_png(path: str) -> None:
+    """Say before minutes of work what a picture would fail at after them.
+
+    Raises:
+        CommandError: Pillow is not installed, or there can be no such file.
+    """
+    if importlib.util.find_spec("PIL") is None:
+        raise CommandError("a PNG needs Pillow: pip install 'kvtier[plot]'")
+    folder = os.path.dirname(os.path.abspath(path))
+    if os.path.isdir(path) or not os.access(folder, os.W_OK):
+        raise CommandError(f"--png {path}: no file can be written there", ExitCode.USAGE)
+
+
 def draw_curves(path: str, title: str, curves: Sequence[Curve], marks: Sequence[Mark] = ()) -> None:
     """Write a PNG of shares over sizes, sizes on a scale of doublings. Blocking.
 
     Raises:
-        CommandError: Pillow is not installed, or there is nothing to draw.
+        CommandError: there is nothing to draw.
         OSError: the file cannot be written.
     """
-    try:
-        from PIL import Image, ImageDraw, ImageFont
-    except ImportError:
-        raise CommandError("a PNG needs Pillow: pip install 'kvtier[plot]'") from None
+    from PIL import Image, ImageDraw, ImageFont
+
     if not any(curve.points for curve in curves):
         raise CommandError("there is nothing to draw")
     image = Image.new("RGB", (WIDTH, HEIGHT), "white")

@@ -75,6 +75,10 @@ def plan(
 
     if png is not None and trace is None:
         raise CommandError("--png needs --trace: the curve is made from one", ExitCode.USAGE)
+    if png is not None:
+        from .plan_chart import check_png
+
+        check_png(png)
     chosen = Sizes(size_of("--ram", ram), size_of("--disk", disk))
     if not chosen.ram_bytes and not chosen.disk_bytes:
         raise CommandError("give --ram, --disk or both, like --ram 64GiB", ExitCode.USAGE)

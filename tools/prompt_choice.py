@@ -62,7 +62,6 @@ def read_asked(
 
     Raises:
         CommandError: none was named, or several, or it is not there.
-        OSError.
     """
     from .explain import MAX_PROMPT_BYTES, Prompt, read_prompt
 
@@ -77,14 +76,20 @@ def read_asked(
                 ExitCode.USAGE,
             )
         assert request is not None
-        return Prompt((), recorded=find_request(recording, request))
+        try:
+            return Prompt((), recorded=find_request(recording, request))
+        except OSError as error:
+            raise CommandError(f"{recording}: {error.strerror}", ExitCode.USAGE) from None
     if recording is not None:
         raise CommandError("--recording goes with --request", ExitCode.USAGE)
     if tokens == "-":
         text = sys.stdin.read(MAX_PROMPT_BYTES)
     else:
-        with open(tokens, encoding="utf-8", errors="replace") as file:
-            text = file.read(MAX_PROMPT_BYTES)
+        try:
+            with open(tokens, encoding="utf-8", errors="replace") as file:
+                text = file.read(MAX_PROMPT_BYTES)
+        except OSError as error:
+            raise CommandError(f"{tokens}: {error.strerror}", ExitCode.USAGE) from None
     return Prompt(read_prompt(tokens, text), cache_salt, None, tenant)
 
 

@@ -90,6 +90,10 @@ def replay(
     from .replay_results import Setup
     from .replay_run import Job, run_all
 
+    if png is not None:
+        from .plan_chart import check_png
+
+        check_png(png)
     shape = model_shape(model, bytes_per_token, kv_cache_dtype, tp, chunk_tokens)
     speeds = all_speeds(ram_speed, disk_read, disk_write, prefill, latency_ms)
     if load_policy not in {"auto", "always"}:

@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import gc
 import multiprocessing
+import signal
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
 
+from ..storage.errors import KVTierError
 from .replay import Replay
 from .replay_bounds import bound, device_hits
 from .replay_chunks import ChunkedTrace
@@ -42,6 +46,10 @@ class Run:
     sizes: tuple[Sizes, ...]
 
 
+class ReplayError(KVTierError):
+    """The replay cannot go on."""
+
+
 class Runner:
     """Holds one trace and replays it.
 
@@ -72,16 +80,22 @@ class Runner:
         return results
 
 
-_runner: Runner | None = None
+_runner: Runner | Exception | None = None
 
 
 def _open(job: Job) -> None:
     global _runner  # noqa: PLW0603 (one a worker process; made once, used by each run)
-    _runner = Runner(job)
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C ends it without a word
+    try:
+        _runner = Runner(job)
+    except Exception as error:  # noqa: BLE001 - told by each run; else nobody would hear of it
+        _runner = error
 
 
 def _work(run: Run) -> list[Result]:
     assert _runner is not None
+    if isinstance(_runner, Exception):
+        raise _runner
     return _runner.run(run)
 
 
@@ -100,6 +114,10 @@ def run_all(
         policies: what to try at each.
         n_jobs: processes; 1 stays in this one.
         progress: hears how many results of how many are there.
+
+    Raises:
+        TraceError, OSError: of the trace.
+        ReplayError: a process was ended.
 
     Returns:
         Results by policy, then by size, both in the order given.
@@ -123,7 +141,17 @@ def _results(job: Job, runs: Sequence[Run], n_jobs: int) -> Iterator[list[Result
         yield from map(runner.run, runs)
         return
     context = multiprocessing.get_context("spawn")  # no threads or locks of ours come along
-    with context.Pool(n_jobs, _open, (job,)) as pool:
-        yield from pool.imap_unordered(_work, runs)
-        pool.close()
-        pool.join()
+    pool = ProcessPoolExecutor(n_jobs, context, _open, (job,))
+    try:
+        for done in as_completed([pool.submit(_work, run) for run in runs]):
+            yield done.result()
+    except BrokenProcessPool:
+        raise ReplayError(
+            "a process of the replay was ended, perhaps for its memory; --jobs 1 needs less"
+        ) from None
+    except BaseException:
+        for process in list((pool._processes or {}).values()):  # noqa: SLF001 (3.14 has a way)
+            process.terminate()
+        raise
+    finally:
+        pool.shutdown(cancel_futures=True)

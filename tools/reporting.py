@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
+import shutil
 import sys
 import time
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
 
 P = ParamSpec("P")
 R = TypeVar("R")
+PROGRESS_EVERY_S = 0.5
 
 
 class CommandError(KVTierError):
@@ -80,6 +82,35 @@ def finish(code: ExitCode) -> None:
     """End the command with a code."""
     if code is not ExitCode.OK:
         raise typer.Exit(code)
+
+
+class Progress:
+    """One line on a terminal, rewritten now and then; elsewhere nothing."""
+
+    def __init__(self) -> None:
+        self._shown_at_s = time.monotonic()
+        self._wide = 0
+
+    def __call__(self, text: str) -> None:
+        """Show it, when the last is long enough ago."""
+        now_s = time.monotonic()
+        if sys.stderr.isatty() and now_s - self._shown_at_s > PROGRESS_EVERY_S:
+            self._shown_at_s = now_s
+            self.show(text)
+
+    def show(self, text: str) -> None:
+        """Show it now, as far as the terminal is wide."""
+        text = text[: max(1, shutil.get_terminal_size().columns - 1)]
+        sys.stderr.write("\r" + text.ljust(self._wide))
+        sys.stderr.flush()
+        self._wide = len(text)
+
+    def clear(self) -> None:
+        """Leave an empty line for whatever comes next."""
+        if self._wide:
+            self.show("")
+            sys.stderr.write("\r")
+            sys.stderr.flush()
 
 
 def table(columns: Sequence[str], rows: Iterable[Sequence[object]]) -> None:

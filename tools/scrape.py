@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
+import http.client
+import json
+import os
 import re
 import urllib.error
 import urllib.request
+from base64 import b64encode
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from urllib.parse import urlsplit, urlunsplit
+from typing import Any
+from urllib.parse import SplitResult, unquote, urlsplit, urlunsplit
 
 from .exit_codes import ExitCode
 from .reporting import CommandError
 
 MAX_PAGE_BYTES = 32 << 20
+HTTP_ERRORS = (OSError, ValueError, OverflowError, http.client.HTTPException)
+"""What a request may end with where nobody, or no HTTP server, answers (ports included)."""
 _LINE = re.compile(
     r"(?P<name>[A-Za-z_:][A-Za-z0-9_:]*)(?:\{(?P<labels>.*)\})?\s+(?P<value>[^\s]+)(?:\s+\S+)?"
 )
@@ -73,18 +80,65 @@ def _samples(text: str) -> Iterator[tuple[str, dict[str, str], float]]:
         yield match["name"], labels, value
 
 
+def call(url: str, timeout_s: float, body: object = None) -> Any:
+    """Return the open answer of an HTTP server; ``body`` is posted as JSON. Blocking.
+
+    A login in the URL goes into a header; without one the API key in ``OPENAI_API_KEY`` or
+    ``VLLM_API_KEY`` does.
+
+    Raises:
+        One of `HTTP_ERRORS`; none of them tells the login.
+    """
+    parts = urlsplit(url)
+    headers = {}
+    user, _, host = parts.netloc.rpartition("@")
+    key = os.environ.get("OPENAI_API_KEY") or os.environ.get("VLLM_API_KEY")
+    if user:
+        headers["Authorization"] = "Basic " + b64encode(unquote(user).encode()).decode()
+    elif key:
+        headers["Authorization"] = f"Bearer {key}"
+    data = None
+    if body is not None:
+        data = json.dumps(body).encode()
+        headers["Content-Type"] = "application/json"
+    bare = urlunsplit((parts.scheme, host, parts.path, parts.query, ""))
+    request = urllib.request.Request(bare, data, headers)  # noqa: S310 - http, see `_http_parts`
+    return urllib.request.urlopen(request, timeout=timeout_s)  # noqa: S310 - likewise
+
+
 def metrics_url(url: str) -> str:
     """Return the address of the metrics page of a server that a person names.
 
     Raises:
         CommandError: no HTTP URL.
     """
-    parts = urlsplit(url if "://" in url else f"http://{url}")
-    if parts.scheme not in {"http", "https"} or not parts.netloc:
+    parts = _http_parts(url)
+    if parts is None:
         raise CommandError("give the address of vLLM's server, as in http://host:8000",
                            ExitCode.USAGE)  # fmt: skip
     path = parts.path if parts.path.rstrip("/") else "/metrics"
     return urlunsplit((parts.scheme, parts.netloc, path, parts.query, ""))
+
+
+def _http_parts(url: str) -> SplitResult | None:
+    try:
+        parts = urlsplit(url if "://" in url else f"http://{url}")
+        usable = parts.scheme in {"http", "https"} and bool(parts.hostname) and parts.port != 0
+    except ValueError:  # brackets that do not close, a port that is no number
+        return None
+    return parts if usable else None
+
+
+def server_root(url: str) -> str:
+    """Return the address of a server that a person names, without ``/v1`` at its end.
+
+    Raises:
+        CommandError: no HTTP URL.
+    """
+    parts = _http_parts(url)
+    if parts is None:
+        raise CommandError("give the server's address, as in http://host:8000", ExitCode.USAGE)
+    return urlunsplit(parts).rstrip("/").removesuffix("/v1")
 
 
 def safe_url(url: str) -> str:
@@ -101,12 +155,12 @@ def scrape(url: str, timeout_s: float = 5.0) -> Page:
     """
     where = safe_url(url)
     try:
-        with urllib.request.urlopen(url, timeout=timeout_s) as answer:  # noqa: S310 - http checked
+        with call(url, timeout_s) as answer:
             text = answer.read(MAX_PAGE_BYTES).decode("utf-8", "replace")
     except urllib.error.HTTPError as error:
         raise CommandError(f"{where}: answers {error.code}", ExitCode.WRONG_FORMAT) from None
-    except (OSError, ValueError) as error:
-        reason = getattr(error, "reason", error)
+    except HTTP_ERRORS as error:
+        reason = getattr(error, "reason", None) or str(error) or type(error).__name__
         raise CommandError(f"{where}: {reason}", ExitCode.UNREACHABLE) from None
     page = parse(text)
     if not page.values:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Optional
 
 import typer
 
+from . import reporting
 from .exit_codes import EXIT_CODES_HELP, ExitCode
 from .reporting import CommandError, finish, note, print_json, reported
 from .soak_listener import Listener
@@ -41,7 +42,12 @@ def soak(
         Optional[str],  # noqa: UP045 (typer reads annotations at run time, on Python 3.10 too)
         typer.Option(help="Model folder or name; by default SmolLM2-135M-Instruct."),
     ] = None,
-    dtype: Annotated[str, typer.Option(help="Type of weights and KV.")] = "float32",
+    dtype: Annotated[
+        Optional[str],  # noqa: UP045
+        typer.Option(
+            help="Type of weights and KV; by default float32, and of a server at --url not known."
+        ),
+    ] = None,
     url: Annotated[
         Optional[str],  # noqa: UP045
         typer.Option(help="A running OpenAI-compatible server instead of an engine of its own."),
@@ -113,14 +119,16 @@ def soak(
     """Drive an engine with agent sessions and prove that answers are right and memory is steady."""
     if minutes <= 0:
         raise CommandError("--minutes must be more than 0", ExitCode.USAGE)
-    from .soak_options import ALL_FAULTS, SoakOptions
+    from .soak_options import ALL_FAULTS, STORAGE_FAULTS, SoakOptions
 
     chosen = [name.strip() for name in faults.split(",") if name.strip()]
+    if chosen == ["all"]:
+        chosen = list(STORAGE_FAULTS if storage_only else ALL_FAULTS)
     options = SoakOptions(
         minutes=minutes,
         report=report,
         model=model,
-        dtype=dtype,
+        dtype=dtype or ("float32" if url is None else "auto"),
         url=url,
         oracle_url=oracle_url,
         metrics_pid=pid,
@@ -135,13 +143,19 @@ def soak(
         device_tokens=device_tokens,
         kvtier=_object("--kvtier", kvtier),
         redis=redis,
-        faults=tuple(ALL_FAULTS if chosen == ["all"] else chosen),
+        faults=tuple(chosen),
         three_way=three_way,
         seed=seed,
         engine=_object("--engine", engine),
     )
-    options.check()
-    report.mkdir(parents=True, exist_ok=True)
+    options.check(storage_only=storage_only)
+    if operations is not None and not storage_only:
+        raise CommandError("--operations goes with --storage-only", ExitCode.USAGE)
+    _check_traffic(traffic)
+    try:
+        report.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise CommandError(f"--report {report}: {error.strerror}", ExitCode.USAGE) from None
     with _interruptible() as stopped:
         found = _run(options, stopped, storage_only, operations)
     write_report(report, found)
@@ -150,6 +164,24 @@ def soak(
     else:
         _say(found, report)
     finish(exit_code(found))
+
+
+def _check_traffic(traffic: str) -> None:
+    """Read a trace file before an engine is started for it.
+
+    Raises:
+        CommandError: there is none, or it is none.
+    """
+    if traffic in ("synthetic", "agent-sessions"):
+        return
+    from .plan_options import TraceErrors
+    from .traces_read import read_trace
+
+    try:
+        with TraceErrors():
+            read_trace(traffic, share_prefix=True)
+    except OSError as error:
+        raise CommandError(f"--traffic {traffic}: {error.strerror}", ExitCode.USAGE) from None
 
 
 def exit_code(found: dict[str, Any]) -> ExitCode:
@@ -214,7 +246,7 @@ class Progress(Listener):
         self._shown = shown
         self._phase = ""
         self._at_s = 0.0
-        self._wide = 0
+        self._line = reporting.Progress()
 
     def phase(self, text: str) -> None:
         """Begin a phase."""
@@ -232,9 +264,7 @@ class Progress(Listener):
 
     def _write(self, text: str) -> None:
         if self._shown:
-            sys.stderr.write("\r" + text.ljust(self._wide))
-            sys.stderr.flush()
-            self._wide = len(text)
+            self._line.show(text)
 
 
 def _clock(seconds: float) -> str:

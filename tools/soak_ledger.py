@@ -12,7 +12,8 @@ from pathlib import Path
 
 import numpy as np
 
-KINDS = ("put", "replace", "get", "contains", "delete", "quarantine", "touch", "scan")
+KINDS = ("put", "replace", "get", "contains", "delete", "quarantine", "touch", "scan",
+         "save", "load")  # fmt: skip
 MAX_THREADS = 8
 BEGUN, ACKED, STATE, HURT = range(4)
 UNKNOWN, STORED, DELETED = range(3)

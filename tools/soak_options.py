@@ -16,6 +16,7 @@ from .soak_truth import Noise
 DISK_FAULTS = ("disk-corrupt", "disk-full", "disk-slow")
 REDIS_FAULTS = ("redis-kill", "redis-hang", "redis-evict")
 ENGINE_FAULTS = ("engine-kill",)
+STORAGE_FAULTS = ("disk-corrupt",)  # with --storage-only
 ALL_FAULTS = (*DISK_FAULTS, *REDIS_FAULTS, *ENGINE_FAULTS)
 MIB = 1 << 20
 MAX_CONTEXT_TOKENS = 8192  # by default; `context_tokens` may ask for more
@@ -87,34 +88,69 @@ class SoakOptions:
         """Return how far logprobs of right answers may lie apart."""
         return noise.tolerance(self.dtype) if self.tolerance is None else self.tolerance
 
-    def check(self) -> None:
+    def check(self, *, storage_only: bool = False) -> None:
         """Refuse what cannot be.
 
         Raises:
             CommandError: one line that says what to change.
+            ConfigError: settings that no engine would start with.
         """
         unknown = [name for name in self.faults if name not in ALL_FAULTS]
         if unknown:
             raise CommandError(
                 f"no fault {unknown[0]!r}; there are {', '.join(ALL_FAULTS)}", ExitCode.USAGE
             )
-        if self.url is not None:
-            mine = [name for name in self.faults if name != "disk-corrupt"]
-            if mine:
-                raise CommandError(
-                    f"{mine[0]} needs an engine of the soak's own, without --url", ExitCode.USAGE
-                )
-            if self.faults and "disk" not in self.kvtier:
-                raise CommandError(
-                    "disk-corrupt of a server at --url needs its folder: "
-                    """--kvtier '{"disk": "FOLDER"}'""",
-                    ExitCode.USAGE,
-                )
+        if storage_only:
+            self._check_storage_only()
+            return
+        if self.url is None and (self.oracle_url is not None or self.metrics_pid is not None):
+            raise CommandError("--oracle-url and --pid go with --url", ExitCode.USAGE)
+        if self.metrics_pid is not None and not os.path.isdir(f"/proc/{self.metrics_pid}"):
+            raise CommandError(f"--pid {self.metrics_pid}: no such process", ExitCode.USAGE)
+        if self.url is None:
+            self._check_settings()
+        else:
+            self._check_url()
         if self.redis not in (None, OWN_SERVER) and set(self.faults) & set(REDIS_FAULTS):
             raise CommandError(
                 "faults of Redis are made on a server of the soak's own: leave out --redis",
                 ExitCode.USAGE,
             )
+
+    def _check_url(self) -> None:
+        mine = [name for name in self.faults if name != "disk-corrupt"]
+        if mine:
+            raise CommandError(
+                f"{mine[0]} needs an engine of the soak's own, without --url", ExitCode.USAGE
+            )
+        if self.faults and "disk" not in self.kvtier:
+            raise CommandError(
+                "disk-corrupt of a server at --url needs its folder: "
+                """--kvtier '{"disk": "FOLDER"}'""",
+                ExitCode.USAGE,
+            )
+
+    def _check_storage_only(self) -> None:
+        if self.url is not None:
+            raise CommandError("--storage-only has no engine, so no --url", ExitCode.USAGE)
+        other = [name for name in self.faults if name not in STORAGE_FAULTS]
+        if other:
+            raise CommandError(
+                f"--storage-only makes {', '.join(STORAGE_FAULTS)}, not {other[0]}; it kills "
+                "its process anyhow",
+                ExitCode.USAGE,
+            )
+        if self.faults and self.redis is not None:
+            raise CommandError("disk-corrupt needs the disk: leave out --redis", ExitCode.USAGE)
+
+    def _check_settings(self) -> None:
+        """Say now what an engine would say after minutes."""
+        from ..connector.config import load
+
+        own = {"ram": "64MiB", "disk": str(self.report / "store"), "disk_capacity": "64MiB"}
+        if self.redis not in (None, OWN_SERVER):
+            own["redis"] = str(self.redis)
+        load({**own, **self.kvtier}, check_machine=False)
 
     @property
     def redis_server(self) -> str | None:

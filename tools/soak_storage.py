@@ -1,7 +1,8 @@
 """`kvtier soak --storage-only`: millions of operations on a tier, by a process that is killed.
 
-Threads of a child put, replace, read, delete and evict records whose every version is known. Now
-and then the child is killed at a random moment; then the store is opened anew and every key is
+Threads of a child put, replace, read, delete and evict records whose every version is known; one
+more plays the scheduler half over catalog, RAM pages and transfer (`soak_storage_jobs`). Now and
+then the child is killed at a random moment; then the store is opened anew and every key is
 compared with what had been acknowledged. Every second life has room for everything, and nothing
 acknowledged may be lost; the others evict without end, and the cap must hold.
 """
@@ -26,12 +27,13 @@ from typing import Any
 from ..storage.disk_layout import iter_record_files
 from ..storage.disk_verify import verify_file
 from .redis_server import RedisServer
+from .soak_chunks import STORE_BYTES
 from .soak_judge import KVTIER, finding
 from .soak_ledger import HURT, Ledger, key_of
 from .soak_listener import Listener
 from .soak_options import OWN_SERVER, SoakOptions
 from .soak_steady import folder_bytes, judge_cap, judge_series, process_sample
-from .soak_storage_child import Work, check
+from .soak_storage_child import Work, check, check_jobs
 from .soak_types import SoakError
 from .soak_watch import Watch
 
@@ -46,6 +48,7 @@ MIN_CAPACITY_BYTES = 4 << 20
 SHRINK_S = 10.0  # how long a store may take to come below a cap that is new
 FLIPS_EVERY_S = 2.0
 LOOK_EVERY_S = 0.5
+JOB_WRITERS = 2  # threads that write what jobs save
 
 
 @dataclass(slots=True)
@@ -74,6 +77,7 @@ class Life:
             "there": self.check.get("there", 0),
             "missing": self.check.get("missing", 0),
             "damaged": self.check.get("damaged", 0),
+            "chunks": self.check.get("chunks", 0),
             "wrong": len(self.check.get("wrong", ())),
         }
 
@@ -149,7 +153,7 @@ class StorageSoak:
             self._work = replace(self._work, redis=self._options.redis)
             yield
         else:
-            most = 2 * self._work.n_keys * FILE_BYTES
+            most = 2 * (self._work.n_keys * FILE_BYTES + STORE_BYTES)
             with RedisServer("--maxmemory", str(most), "--maxmemory-policy", "noeviction") as own:
                 self._work = replace(self._work, redis=own.url)
                 yield
@@ -167,10 +171,12 @@ class StorageSoak:
         number = len(self._lives) + 1
         roomy = number % 2 == 1 or self._work.redis is not None
         share = 2.0 if roomy else TINY_SHARE
+        all_bytes = self._work.n_keys * FILE_BYTES + STORE_BYTES
         work = replace(
             self._work,
-            capacity_bytes=max(MIN_CAPACITY_BYTES, int(share * self._work.n_keys * FILE_BYTES)),
+            capacity_bytes=max(MIN_CAPACITY_BYTES, int(share * all_bytes)),
             life=number,
+            lossless=roomy,
         )
         life = Life(number, roomy, self.clock())
         self._lives.append(life)
@@ -192,10 +198,13 @@ class StorageSoak:
         if work.redis is None:
             samples = _once_below(watch.samples, work.capacity_bytes)
             # A walk over the folder sees a record that goes and the one that takes its room.
-            moving = work.threads * work.record_bytes
+            moving = (work.threads + JOB_WRITERS) * work.record_bytes
             cap = judge_cap("disk_bytes", samples, work.capacity_bytes, moving=moving)
             self._caps.append({**cap, "name": f"disk_bytes of life {number}"})
         life.check = check(work, ledger, lossless=roomy)
+        chunks = check_jobs(work)
+        life.check["chunks"] = chunks["there"]
+        life.check["wrong"] += chunks["wrong"]
         self._wrong += life.check["wrong"] + self._leftovers(ledger)
 
     def _start(self, work: Work) -> subprocess.Popen[str]:
@@ -244,11 +253,14 @@ class StorageSoak:
             if file.key == name:
                 ledger.keys[number][HURT] += 1
                 with contextlib.suppress(OSError), open(file.path, "r+b") as opened:
+                    # Again, before the bit: it may have been written anew, and cleared, until
+                    # this very file was opened; whoever reads it now must know.
+                    ledger.keys[number][HURT] += 1
                     opened.seek(self._rng.randrange(file.file_bytes))
                     old = opened.read(1) or b"\0"
                     opened.seek(-1, os.SEEK_CUR)
                     opened.write(bytes((old[0] ^ 1 << self._rng.randrange(8),)))
-                # Again: it may have been written anew, and cleared, before the file was opened.
+                # And after it: the clearing looks and writes, and may have looked before.
                 ledger.keys[number][HURT] += 1
                 return 1
         return 0
@@ -293,7 +305,8 @@ class StorageSoak:
         out = []
         for file in iter_record_files(str(self._folder)):
             found = verify_file(file.path, file)
-            if not found.ok and not ledger.keys[numbers[file.key]][HURT]:
+            hurt = file.key in numbers and ledger.keys[numbers[file.key]][HURT]
+            if not found.ok and not hurt:
                 out.append(f"{os.path.basename(file.path)}: {found.detail}")
         for root, _, names in os.walk(self._folder):
             out += [f"{name} is left in {root}" for name in names if name.endswith(".tmp")]

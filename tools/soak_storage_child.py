@@ -17,6 +17,8 @@ from ..storage.disk import DiskTier
 from ..storage.errors import RecordDamaged, RecordMissing, TierRefused, TierUnavailable
 from ..storage.key import NAMESPACE_BYTES
 from ..storage.tier import PutResult, RecordSpec, Tier
+from . import soak_chunks as chunks
+from .soak_chunks import Wrong
 from .soak_ledger import (
     ACKED,
     BEGUN,
@@ -30,6 +32,7 @@ from .soak_ledger import (
     Payloads,
     key_of,
 )
+from .soak_storage_jobs import JobPlayer
 
 NAMESPACE = bytes(range(NAMESPACE_BYTES))
 WEIGHTS = {"put": 24, "replace": 8, "get": 45, "contains": 12, "delete": 5, "quarantine": 2,
@@ -49,6 +52,7 @@ class Work:
         redis: URL; then Redis is what is soaked.
         n_keys, threads, record_bytes, seed: size of it.
         life: number of this process; makes its own random numbers.
+        lossless: whether there is room for everything: nothing is evicted.
     """
 
     folder: str
@@ -60,21 +64,18 @@ class Work:
     record_bytes: int
     seed: int
     life: int
+    lossless: bool = True
 
 
-class Wrong(Exception):
-    """Something that must never be; the message says what."""
-
-
-def open_tier(work: Work) -> Tier:
+def open_tier(work: Work, namespace: bytes = NAMESPACE) -> Tier:
     """Open the tier to soak."""
     if work.redis is None:
-        return DiskTier(work.folder, NAMESPACE, 0, work.capacity_bytes, poll_s=0.1)
+        return DiskTier(work.folder, namespace, 0, work.capacity_bytes, poll_s=0.1)
     from ..storage.redis import RedisTier
     from ..storage.redis_url import parse_redis_url
 
     settings = parse_redis_url(work.redis, prefix="kvtier-soak", connections=work.threads)
-    return RedisTier(settings, NAMESPACE, 0)
+    return RedisTier(settings, namespace, 0)
 
 
 class Worker:
@@ -187,6 +188,15 @@ class Worker:
                 raise Wrong(f"a scan tells of a key that was never written: {info.key.hex()}")
 
 
+def check_jobs(work: Work) -> dict[str, Any]:
+    """Open the store anew and compare every chunk that jobs have written; counts and wrongs."""
+    tier = open_tier(work, chunks.NAMESPACE)
+    try:
+        return chunks.check_chunks(tier, work.seed)
+    finally:
+        tier.close()
+
+
 def check(work: Work, ledger: Ledger, *, lossless: bool) -> dict[str, Any]:
     """Open the store anew and compare every key with the ledger; return counts and wrongs.
 
@@ -238,17 +248,22 @@ def main(arguments: Sequence[str]) -> None:
     stopped = threading.Event()
     failures: list[str] = []
 
-    def run(worker: Worker) -> None:
+    def count(kind: str) -> None:
+        ledger.counts[KINDS.index(kind), 0] += 1
+
+    player = JobPlayer(
+        open_tier(work, chunks.NAMESPACE), work.seed, work.life, count, lossless=work.lossless
+    )
+
+    def run(worker: Worker | JobPlayer) -> None:
         try:
             worker.run(stopped)
         except Exception as error:  # noqa: BLE001 - told to whoever watches
             failures.append(f"{type(error).__name__}: {error}")
             stopped.set()
 
-    threads = [
-        threading.Thread(target=run, args=(Worker(i, work, tier, ledger),))
-        for i in range(work.threads)
-    ]
+    workers = [Worker(i, work, tier, ledger) for i in range(work.threads)]
+    threads = [threading.Thread(target=run, args=(one,)) for one in (player, *workers)]
     for thread in threads:
         thread.start()
     threading.Thread(target=_until_stdin_ends, args=(stopped,), daemon=True).start()

@@ -76,7 +76,7 @@ def _plots(found: Mapping[str, Any]) -> str:
 
 def _lives(found: Mapping[str, Any]) -> str:
     columns = ("life", "at", "ended", "room", "operations", "flipped", "there", "missing",
-               "damaged", "wrong")  # fmt: skip
+               "damaged", "chunks", "wrong")  # fmt: skip
     rows = [
         (
             str(life["life"]),
@@ -84,7 +84,7 @@ def _lives(found: Mapping[str, Any]) -> str:
             "killed" if life["killed"] else "closed",
             "for everything" if life["roomy"] else "evicts",
             escape(number(life["operations"])),
-            *(str(life[k]) for k in ("flipped", "there", "missing", "damaged", "wrong")),
+            *(str(life[k]) for k in ("flipped", "there", "missing", "damaged", "chunks", "wrong")),
         )
         for life in found["lives"]
     ]

@@ -158,4 +158,4 @@ class Script:
     @property
     def longest_tokens(self) -> int:
         """Longest prompt and answer together."""
-        return max(len(turn.prompt) + turn.answer_tokens for turn in self.turns)
+        return max((len(turn.prompt) + turn.answer_tokens for turn in self.turns), default=0)

@@ -6,18 +6,18 @@ import itertools
 import json
 import time
 import urllib.error
-import urllib.request
 from collections.abc import Iterator
 from typing import Any, cast
 
 from .exit_codes import ExitCode
 from .reporting import CommandError
-from .scrape import Page, safe_url, scrape
+from .scrape import HTTP_ERRORS, Page, call, safe_url, scrape, server_root
 from .soak_engine import NO_KVTIER
 from .soak_types import TOP_LOGPROBS, Ask, Reply, SoakError, Top
 
 ANSWER_TIMEOUT_S = 900.0
 MIN_TIMEOUT_S = 0.01
+DEFAULT_MODEL_TOKENS = 8192  # of a server that does not say
 PREFIX = "token_id:"
 KVTIER = "kvtier:"
 RENAMED = {"num_requests_running": "running", "num_requests_waiting": "waiting"}
@@ -37,57 +37,50 @@ class UrlEngine:
     """
 
     def __init__(self, url: str, model: str | None = None, *, uncached: bool = False) -> None:
-        if "://" not in url:
-            url = f"http://{url}"
-        if url.partition("://")[0] not in {"http", "https"}:
-            raise CommandError("give the server's address, as in http://host:8000", ExitCode.USAGE)
-        self._root = url.rstrip("/").removesuffix("/v1")
+        self._root = server_root(url)
         self._uncached = uncached
         self._numbers = itertools.count()
         self._mark = f"{time.time_ns():x}"
         try:
-            models = self._get("/v1/models")["data"]
-        except (OSError, KeyError, ValueError) as error:
+            models = {str(r["id"]): r.get("max_model_len") for r in self._get("/v1/models")["data"]}
+        except (*HTTP_ERRORS, KeyError, TypeError, AttributeError) as error:
             raise CommandError(
                 f"{safe_url(self._root)}: no OpenAI-compatible server: {error}",
                 ExitCode.UNREACHABLE,
             ) from None
-        chosen = [row for row in models if model in (None, row["id"])]
+        chosen = [name for name in models if model in (None, name)]
         if not chosen:
-            names = ", ".join(row["id"] for row in models)
-            raise CommandError(f"no model {model!r} at {safe_url(url)}; there is {names}",
-                               ExitCode.USAGE)  # fmt: skip
-        self.model = str(chosen[0]["id"])
-        self.max_model_tokens = int(chosen[0].get("max_model_len") or 8192)
+            raise CommandError(
+                f"no model {model or ''!r} at {safe_url(self._root)}; there is "
+                f"{', '.join(models) or 'none'}",
+                ExitCode.USAGE,
+            )
+        self.model = chosen[0]
+        self.max_model_tokens = int(models[self.model] or DEFAULT_MODEL_TOKENS)
 
     def _get(self, path: str) -> dict[str, Any]:
-        with urllib.request.urlopen(self._root + path, timeout=30) as answer:  # noqa: S310 - http
+        with call(self._root + path, 30) as answer:
             return cast("dict[str, Any]", json.load(answer))
-
-    def _post(self, path: str, body: dict[str, Any], timeout_s: float) -> Any:
-        request = urllib.request.Request(  # noqa: S310 - http checked
-            self._root + path,
-            data=json.dumps(body).encode(),
-            headers={"Content-Type": "application/json"},
-        )
-        return urllib.request.urlopen(request, timeout=timeout_s)  # noqa: S310 - http checked
 
     def version(self) -> str:
         """Return what the server says it is, or nothing."""
         try:
             return str(self._get("/version")["version"])
-        except (OSError, KeyError, ValueError):
+        except (*HTTP_ERRORS, KeyError, TypeError):
             return ""
 
     def tokens(self, text: str) -> list[int]:
         """Return a text's token ids, by the server's own tokenizer.
 
         Raises:
-            OSError, ValueError, KeyError: it does not offer that.
+            SoakError: it does not offer that.
         """
         body = {"model": self.model, "prompt": text, "add_special_tokens": False}
-        with self._post("/tokenize", body, 30) as answer:
-            return [int(token) for token in json.load(answer)["tokens"]]
+        try:
+            with call(f"{self._root}/tokenize", 30, body) as answer:
+                return [int(token) for token in json.load(answer)["tokens"]]
+        except (*HTTP_ERRORS, KeyError, TypeError) as error:
+            raise SoakError(f"{safe_url(self._root)} makes no tokens of a text: {error}") from None
 
     def ask(self, ask: Ask) -> Reply:
         """Run one request to its end, or until it is given up.
@@ -114,15 +107,16 @@ class UrlEngine:
         began_s = time.perf_counter()
         timeout_s = max(MIN_TIMEOUT_S, ask.abort_after_s or ANSWER_TIMEOUT_S)
         try:
-            with self._post("/v1/completions", body, timeout_s) as answer:
+            with call(f"{self._root}/v1/completions", timeout_s, body) as answer:
                 return self._read(answer, len(ask.prompt), began_s, ask.abort_after_s)
         except urllib.error.HTTPError as error:
             text = error.read(500).decode("utf-8", "replace")
             raise SoakError(f"{safe_url(self._root)} answers {error.code}: {text}") from None
-        except (OSError, ValueError, KeyError) as error:
+        except (*HTTP_ERRORS, KeyError, TypeError, IndexError) as error:
             if ask.abort_after_s is not None and _is_timeout(error):
                 return Reply((), (), len(ask.prompt), aborted=True)
-            raise SoakError(f"{safe_url(self._root)}: {error}") from None
+            text = str(error) or type(error).__name__
+            raise SoakError(f"{safe_url(self._root)} broke off: {text}") from None
 
     def _read(
         self, answer: Any, n_prompt: int, began_s: float, abort_after_s: float | None
@@ -195,6 +189,7 @@ def _events(answer: Any) -> Iterator[dict[str, Any]]:
         if "error" in event:
             raise SoakError(f"the server says: {event['error']}")
         yield event
+    raise SoakError("an answer ended in the middle")
 
 
 def _token(name: str) -> int:

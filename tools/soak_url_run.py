@@ -6,7 +6,6 @@ for each request: then neither vLLM's cache nor kvtier has anything for it.
 
 from __future__ import annotations
 
-import contextlib
 import threading
 import time
 from collections.abc import Mapping, Sequence
@@ -17,7 +16,7 @@ from . import models
 from .reporting import CommandError
 from .soak_driver import DriverOptions, Result, Traffic, check_plays
 from .soak_faults import DiskCorrupt, Fault, FaultRunner, plan_faults
-from .soak_judge import KVTIER, charge
+from .soak_judge import KVTIER, UNCLEAR, charge
 from .soak_listener import Listener
 from .soak_options import SoakOptions
 from .soak_record import COMPUTED, DEVICE, Record
@@ -38,6 +37,7 @@ from .soak_url import UrlEngine
 from .soak_watch import Watch, tidy
 
 SAFE_VOCAB_TOKENS = 1000  # where nothing is known of the tokenizer
+PROBE = Ask(tuple(range(5, 53)), 16)  # its answer tells weights apart that go by one name
 HIT_TOKENS, LOCAL, LOOKED_UP = "hit_tokens.", "local_hit_tokens", "lookup_tokens"
 
 
@@ -61,15 +61,16 @@ class UrlSoak:
             self._oracle = UrlEngine(options.oracle_url, options.model)
         else:
             self._oracle = UrlEngine(options.url, options.model, uncached=True)
-        self._last: Mapping[str, float] = {}
-        self._first: Mapping[str, float] = {}
+        self._last: Mapping[str, float] | None = None
+        self._first: Mapping[str, float] | None = None
+        self._unseen = ""  # why the metrics could not be had
         self._began_s = 0.0
 
     def run(self) -> dict[str, Any]:
         """Run it; return the report. Blocking.
 
         Raises:
-            CommandError, SoakError: a server does not answer.
+            CommandError, SoakError: a server does not answer, and nothing was learnt yet.
         """
         options, record = self._options, self.record
         max_tokens = min(self._server.max_model_tokens, self._oracle.max_model_tokens)
@@ -80,23 +81,40 @@ class UrlSoak:
                 "model": self._oracle.model,
                 "url": options.oracle_url or options.url,
                 "version": self._oracle.version(),
+                "probe": list(self._oracle.ask(PROBE).tokens),
                 "max_model_tokens": max_tokens,
-                "format": 1,
+                "format": 2,
             },
         )
         self._listener.phase("right answers, without any cache")
         script = self._script(store, max_tokens)
-        check_plays(script)
-        self._soak(script)
-        charge(
-            record.mismatches,
-            script,
-            options.limit(record.noise),
-            self._asks(self._oracle, "uncached"),
-            self._asks(self._server, "own"),
-            loads_known=False,
-        )
+        if not self._stopped.is_set():
+            check_plays(script)
+            try:
+                self._soak(script)
+            except SoakError as error:
+                record.failures.append((UNCLEAR, str(error)))
+            if not record.samples and not self._stopped.is_set():
+                text = f"the server's metrics were not to be had: {self._unseen or 'too short'}"
+                record.failures.append((UNCLEAR, text))
+            self._charge(script)
         return record.finish(interrupted=self._stopped.is_set())
+
+    def _charge(self, script: Script) -> None:
+        """Try wrong turns again without kvtier, and say whose fault they are."""
+        rows, limit = self.record.mismatches, self._options.limit(self.record.noise)
+        again = (self._asks(self._oracle, "uncached"), self._asks(self._server, "own"))
+        try:
+            charge(
+                rows,
+                script,
+                limit,
+                *((None, None) if self._stopped.is_set() else again),
+                loads_known=False,
+            )
+        except SoakError as error:
+            self.record.failures.append((UNCLEAR, str(error)))
+            charge(rows, script, limit, None, None, loads_known=False)
 
     def _script(self, store: TruthStore, max_tokens: int) -> Script:
         options = self._options
@@ -131,7 +149,7 @@ class UrlSoak:
     def _encoder(self) -> Any:
         try:
             return self._server.tokens if self._server.tokens(example_text(1)) else None
-        except (OSError, ValueError, KeyError):
+        except SoakError:
             return None
 
     def _asks(self, engine: UrlEngine, name: str) -> Any:
@@ -175,7 +193,7 @@ class UrlSoak:
             options.limit(record.noise),
             note,
         )
-        self._first = self._last = self._counters() or {}
+        self._first = self._last = self._counters()
         every_s = options.sample_s or min(30.0, max(1.0, options.duration_s / 300))
         watch = Watch(self._source, self._clock, every_s)
         self._listener.phase("kvtier")
@@ -188,13 +206,9 @@ class UrlSoak:
             watch.stop()
             record.tally, record.faults = traffic.tally, faults.rows
             record.duration_s = self._clock()
-            with contextlib.suppress(CommandError):
-                watch.look()
+            watch.look()
             record.samples = watch.samples
-            record.counters = {
-                name: value - self._first.get(name, 0.0)
-                for name, value in (self._counters() or {}).items()
-            }
+            record.counters = grown(self._counters() or self._last, self._first)
         if watch.failure is not None:
             raise SoakError(f"the server's metrics: {watch.failure}")
 
@@ -208,23 +222,38 @@ class UrlSoak:
             return None
         return {name: v for name, v in told.items() if not name.startswith("gauge.")}
 
-    def _source(self) -> dict[str, float]:
-        told = self._server.sample()
+    def _source(self) -> dict[str, float] | None:
+        """Return a sample; None where the server, busy or gone, does not tell."""
+        try:
+            told = self._server.sample()
+        except CommandError as error:
+            self._unseen = str(error)
+            return None
         found: dict[str, float] = {"incarnation": 1, **tidy(told)}
         if self._options.metrics_pid is not None:
             found.update(process_sample(self._options.metrics_pid))
         folder = self._options.kvtier.get("disk")
         if folder is not None:
             found["disk_bytes"] = folder_bytes(str(folder))
-        grown = {n: v - self._last.get(n, 0.0) for n, v in told.items() if n[:6] != "gauge."}
-        self._last = told
+        counters = {n: v for n, v in told.items() if n[:6] != "gauge."}
+        since = grown(counters, self._last)
+        self._last = counters
+        self._first = counters if self._first is None else self._first
         tokens = {
             name.removeprefix(HIT_TOKENS): int(v)
-            for name, v in grown.items()
+            for name, v in since.items()
             if name.startswith(HIT_TOKENS)
         }
         restored = sum(tokens.values())
-        tokens[DEVICE] = int(grown.get(LOCAL, 0))
-        tokens[COMPUTED] = max(0, int(grown.get(LOOKED_UP, 0)) - restored - tokens[DEVICE])
+        tokens[DEVICE] = int(since.get(LOCAL, 0))
+        tokens[COMPUTED] = max(0, int(since.get(LOOKED_UP, 0)) - restored - tokens[DEVICE])
         self.record.hits.add(self._clock(), tokens)
         return found
+
+
+def grown(now: Mapping[str, float] | None, before: Mapping[str, float] | None) -> dict[str, float]:
+    """Return how much counters grew between two looks; nothing where there were not two."""
+    if now is None or before is None:
+        return {}
+    # a server that was started anew begins at nothing again
+    return {name: max(0.0, value - before.get(name, 0.0)) for name, value in now.items()}

@@ -222,6 +222,10 @@ class Store(ABC):
     def sweep(self, loose: list[Loose]) -> int:
         """Remove what `loose` returned; return how much of it was there."""
 
+    def went(self, namespace: bytes, rank: int, key: bytes) -> bool:  # noqa: ARG002
+        """Return whether the store remembers a record that is not there; False proves nothing."""
+        return False
+
     @abstractmethod
     def pins(self) -> list[Pin]:
         """Return what people have pinned, the oldest first."""
@@ -273,6 +277,8 @@ class Store(ABC):
         """
         if start is None:
             return None
+        if not start:  # an empty variable in a script
+            raise CommandError("--namespace is empty", ExitCode.USAGE)
         found = [space for space in self.spaces() if space.name.startswith(start)]
         if len(found) != 1:
             which = "no namespace begins" if not found else f"{len(found)} namespaces begin"
@@ -293,6 +299,8 @@ class Store(ABC):
         Raises:
             CommandError: no such key, or several.
         """
+        if not start:
+            raise CommandError("the key is empty", ExitCode.USAGE)
         found = {record.order: record for record in self.records(namespace, start)}
         names = {record.name for record in found.values()}
         if not names:

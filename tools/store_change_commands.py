@@ -8,8 +8,17 @@ from typing import TYPE_CHECKING, Annotated, Any, Optional
 import typer
 
 from .exit_codes import ExitCode
-from .reporting import CommandError, finish, note, print_json, reported, size, table
-from .store_commands import Json, Namespace, Progress, StoreName
+from .reporting import (
+    CommandError,
+    Progress,
+    finish,
+    note,
+    print_json,
+    reported,
+    size,
+    table,
+)
+from .store_commands import Json, Namespace, StoreName
 
 if TYPE_CHECKING:
     from .store_base import Loose, Record, Store
@@ -67,11 +76,14 @@ def prune(
         progress = Progress()
         # what no engine asks for any more is not worth its pin
         spare = Pinned(opened, included=pinned or stale)
-        records = (
-            []
-            if chosen.says_nothing
-            else chosen.find(opened, lambda n: progress(f"{n:,} records seen"), spare=spare)
-        )
+        try:
+            records = (
+                []
+                if chosen.says_nothing
+                else chosen.find(opened, lambda n: progress(f"{n:,} records seen"), spare=spare)
+            )
+        finally:
+            progress.clear()
         loose = opened.loose() if orphaned else []
         _delete(opened, records, loose, spare, dry_run=dry_run, yes=yes, as_json=as_json)
 
@@ -143,16 +155,17 @@ def _delete(
     if loose:
         what += f", and {len(loose):,} left-overs"
     deleted = swept = 0
+    progress = Progress()
     try:
         if (records or loose) and not dry_run:
             _confirm(f"delete {what} from {opened.name}?", yes=yes)
-            progress = Progress()
             for _ in opened.change(records, delete):
                 deleted += 1
                 progress(f"{deleted:,} of {len(records):,} deleted")
             swept = opened.sweep(loose)
             drop_pins(opened, records)
     finally:
+        progress.clear()
         result = outcome(
             opened, records, deleted=deleted, dry_run=dry_run, swept=swept, pinned=spare.spared
         )
@@ -240,6 +253,7 @@ def copy(
         except KeyboardInterrupt:
             interrupted = True
         finally:
+            progress.clear()
             if result.of_records or result.complete:
                 _print_copying(old, new, result, dry_run=dry_run, as_json=as_json)
     if interrupted:

@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import json
 import secrets
-import sys
 import time
 from typing import TYPE_CHECKING, Annotated, Any, Optional
 
 import typer
 
 from .exit_codes import EXIT_CODES_HELP, ExitCode
-from .reporting import age, finish, note, print_json, reported, size, table
+from .reporting import Progress, age, finish, note, print_json, reported, size, table
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from .store_base import Record, Store
-    from .store_verify import Verification
+    from .store_verify import SavedState, Verification
 
 StoreName = Annotated[
     str, typer.Argument(metavar="STORE", help="Folder of a disk tier, or URL of a Redis server.")
@@ -25,7 +26,6 @@ Namespace = Annotated[
     Optional[str],  # noqa: UP045 (typer reads annotations at run time, on Python 3.10 too)
     typer.Option(help="Only the namespace that begins so."),
 ]
-PROGRESS_EVERY_S = 0.5
 
 
 def add_store_verbs(app: typer.Typer) -> None:
@@ -50,11 +50,7 @@ def ls(
         rows = opened.records(opened.pick(namespace), prefix)
         pinned = opened.pinned()
         if as_json:
-            print(f'{{"store": {json.dumps(opened.name)}, "records": [', end="")
-            for number, record in enumerate(rows):
-                row = json.dumps(_row(record, pinned))
-                print(",\n" if number else "\n", row, sep="", end="", flush=not number % 512)
-            print("\n]}")
+            _print_rows(opened, rows, pinned)
             return
         print(f"{'namespace':<10}{'rank':>5}{'size':>12}{'last use':>10}  key", flush=True)
         now_s = time.time()
@@ -65,6 +61,21 @@ def ls(
                 f"{'  pinned' if _is_pinned(record, pinned) else ''}",
                 flush=not number % 512,
             )
+
+
+def _print_rows(
+    opened: Store, rows: Iterator[Record], pinned: dict[bytes, frozenset[bytes]]
+) -> None:
+    """Print one JSON object as it grows, whole whatever ends it; it says whether that was all."""
+    complete = False
+    print(f'{{"store": {json.dumps(opened.name)}, "records": [', end="")
+    try:
+        for number, record in enumerate(rows):
+            row = json.dumps(_row(record, pinned))
+            print(",\n" if number else "\n", row, sep="", end="", flush=not number % 512)
+        complete = True
+    finally:
+        print(f'\n], "complete": {json.dumps(complete)}}}')
 
 
 def _is_pinned(record: Record, pinned: dict[bytes, frozenset[bytes]]) -> bool:
@@ -214,7 +225,8 @@ def verify(
     stop_at_s = None if max_seconds is None else time.monotonic() + max_seconds
     with open_store(store) as opened:
         chosen = opened.pick(namespace)
-        interrupted = _check(opened, chosen, result, stop_at_s, sample, resume=resume)
+        state = checks.SavedState(opened.name, chosen.hex() if chosen else None)
+        interrupted = _check(opened, chosen, result, state, stop_at_s, sample, resume=resume)
         if fix and not interrupted:
             checks.repair(opened, result)
         if as_json:
@@ -231,6 +243,7 @@ def _check(
     opened: Store,
     chosen: bytes | None,
     result: Verification,
+    state: SavedState,
     stop_at_s: float | None,
     sample: str | None,
     *,
@@ -240,8 +253,7 @@ def _check(
     from . import store_verify as checks
 
     result.stale = checks.stale_spaces(opened, opened.described())
-    state = checks.SavedState(opened.name, chosen.hex() if chosen else None)
-    if resume and sample is None and not state.load(result):
+    if resume and sample is None and not state.load(opened, result):
         note("nothing to go on from: starting at the beginning")
     progress = Progress()
 
@@ -263,22 +275,10 @@ def _check(
             result.orphaned = opened.loose()
     except KeyboardInterrupt:
         interrupted = True
+    finally:
+        progress.clear()
     if sample is None and result.complete:
         state.forget()
     elif sample is None:
         state.save(result, now=True)
     return interrupted
-
-
-class Progress:
-    """A line on a terminal, now and then."""
-
-    def __init__(self) -> None:
-        self._shown_at_s = time.monotonic()
-
-    def __call__(self, text: str) -> None:
-        """Show it, when the last is long enough ago."""
-        now_s = time.monotonic()
-        if sys.stderr.isatty() and now_s - self._shown_at_s > PROGRESS_EVERY_S:
-            self._shown_at_s = now_s
-            note(text)

@@ -100,13 +100,7 @@ def copy(
     chosen = sorted(found.values(), key=lambda record: (record.used_at_s, record.order))
     result.of_records = len(chosen)
     result.of_bytes = sum(record.stored_bytes for record in chosen)
-    free_bytes = target.capacity().free_bytes
-    if free_bytes is not None and result.of_bytes > free_bytes:
-        raise CommandError(
-            f"{target.name} has {size(free_bytes)} free, {source.name} holds "
-            f"{size(result.of_bytes)}; choose with --namespace, or prune first",
-            ExitCode.FAILURE,
-        )
+    _check_room(source, target, chosen)
     if not dry_run:
         spaces = {space.namespace: space for space in source.spaces()}
         by_place: dict[tuple[bytes, int], list[Record]] = {}
@@ -120,6 +114,27 @@ def copy(
                     progress(result)
     result.complete = True
     result.seconds = time.perf_counter() - began_s
+
+
+def _check_room(source: Store, target: Store, chosen: list[Record]) -> None:
+    """Refuse what the target has no room for, beside what it has of it already.
+
+    Raises:
+        CommandError.
+    """
+    free_bytes = target.capacity().free_bytes
+    n_bytes = sum(record.stored_bytes for record in chosen)
+    if free_bytes is None or n_bytes <= free_bytes:
+        return
+    found = target.sample([(record.namespace, record.rank, record.key) for record in chosen])
+    there = {record.order for record in found}
+    n_bytes = sum(record.stored_bytes for record in chosen if record.order not in there)
+    if n_bytes > free_bytes:
+        raise CommandError(
+            f"{target.name} has {size(free_bytes)} free, {source.name} holds "
+            f"{size(n_bytes)} that it has not; choose with --namespace, or prune first",
+            ExitCode.FAILURE,
+        )
 
 
 def _described(spaces: dict[bytes, Space], namespace: bytes) -> Space:

@@ -139,6 +139,12 @@ class DiskStore(Store):
         """Return the file names in quarantine."""
         return [os.path.basename(path) for path, _, _ in iter_quarantine(self.root)]
 
+    def went(self, namespace: bytes, rank: int, key: bytes) -> bool:
+        """Look into the journal, which tells of the last few thousand records."""
+        from ..storage.disk_journal import mentions
+
+        return mentions(rank_folder(self.root, namespace, rank), key)
+
     def unfinished(self) -> tuple[int, int]:
         """Return how many files are being written, or were left half-written, and their bytes."""
         sizes = [n_bytes for _, _, n_bytes in iter_tmp_files(self.root)]

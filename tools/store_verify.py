@@ -10,7 +10,7 @@ import random
 import re
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -126,8 +126,8 @@ def stale_spaces(store: Store, spaces: list[Space]) -> dict[str, Stale]:
         current = store.current_epoch(space.description) if space.description else None
         if current is None or space.description is None:
             continue
-        own = int(space.description["cache_epoch"])
-        if own < current:
+        own = space.description.get("cache_epoch")
+        if isinstance(own, int) and own < current:
             why = f"cleared: of epoch {own}, engines use {current}"
             found[space.name] = Stale(space.name, why)
     return found
@@ -215,25 +215,44 @@ def sampled(records: Iterator[Record], size: str, seed: int) -> Iterator[Record]
 def repair(store: Store, result: Verification) -> None:
     """Quarantine what was found damaged, as an engine would, and sweep what is orphaned.
 
+    What an engine has meanwhile saved anew, or taken away, is no damage any more.
+
     Raises:
         TierUnavailable: a record could not be moved.
     """
-    from ..storage.key import parse_key_name
-    from .store_base import Record as Found
-
+    result.damaged = still_damaged(store, result.damaged)
     reasons: dict[tuple[str, str, str], str] = {d.order: d.reason for d in result.damaged}
 
-    def quarantine(tier: Tier, records: Sequence[Found]) -> None:
+    def quarantine(tier: Tier, records: Sequence[Record]) -> None:
         for record in records:
             tier.quarantine(record.key, reasons[record.order])
 
-    bad = [
-        Found(bytes.fromhex(space), int(rank[1:]), parse_key_name(key), 0, 0.0, "")
-        for space, rank, key in reasons
-    ]
-    for _ in store.change(bad, quarantine):
+    for _ in store.change(_records_of(store, result.damaged), quarantine):
         result.quarantined += 1
     result.swept = store.sweep(result.orphaned)
+
+
+def still_damaged(store: Store, damaged: Iterable[Damage]) -> list[Damage]:
+    """Return what is as damaged now as it was found to be. Reads those records."""
+    by_order = {damage.order: damage for damage in damaged}
+    kept = []
+    for record in _records_of(store, by_order.values()):
+        with contextlib.suppress(RecordMissing):
+            if not store.check(record).ok:
+                kept.append(by_order[record.order])
+    return kept
+
+
+def _records_of(store: Store, damaged: Iterable[Damage]) -> list[Record]:
+    """Return the records of this damage that are there."""
+    from ..storage.key import parse_key_name
+
+    return store.sample(
+        [
+            (bytes.fromhex(space), int(rank[1:]), parse_key_name(key))
+            for space, rank, key in (damage.order for damage in damaged)
+        ]
+    )
 
 
 class SavedState:
@@ -248,8 +267,11 @@ class SavedState:
         self._store = store_name
         self._saved_s = time.monotonic()
 
-    def load(self, result: Verification) -> bool:
-        """Go on where the last run ended; False when there is nothing to go on from."""
+    def load(self, store: Store, result: Verification) -> bool:
+        """Go on where the last run ended; False when there is nothing to go on from.
+
+        What was found damaged then is looked at again.
+        """
         try:
             with open(self.path, encoding="utf-8") as file:
                 state = json.load(file)
@@ -257,7 +279,7 @@ class SavedState:
                 return False
             result.after = tuple(state["after"])
             result.records, result.bytes_read = int(state["records"]), int(state["bytes_read"])
-            result.damaged = [
+            damaged = [
                 Damage(tuple(d["order"]), d["place"], d["reason"], d["detail"], d["n_bytes"])
                 for d in state["damaged"]
             ]
@@ -266,6 +288,7 @@ class SavedState:
                     result.stale[name].records = int(n)
         except (OSError, ValueError, KeyError, TypeError):
             return False
+        result.damaged = still_damaged(store, damaged)
         result.resumed = True
         return True
 

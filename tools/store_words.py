@@ -13,8 +13,8 @@ ROOT_FIELDS = ("hash_algorithm", "root_hash", "hash_lookahead_tokens", "cache_ep
 def words(description: Mapping[str, Any] | None) -> dict[str, str]:
     """Return what a person wants to know of a namespace: which model, types, layout, groups."""
     said = description or {}
-    model, cache = _part(said, "model"), _part(said, "cache")
-    parallel, speculation = _part(said, "parallel"), _part(said, "speculation")
+    model, cache = part(said, "model"), part(said, "cache")
+    parallel, speculation = part(said, "parallel"), part(said, "speculation")
     found = {
         "model": _text(model.get("path") or model.get("name")),
         "revision": _text(model.get("revision")),
@@ -25,7 +25,7 @@ def words(description: Mapping[str, Any] | None) -> dict[str, str]:
         "tokens": _tokens(cache),
         "groups": _groups(said),
         "ranks": _ranks(parallel),
-        "device": _text(_part(said, "attention").get("device")),
+        "device": _text(part(said, "attention").get("device")),
         "speculation": _text(speculation.get("method")),
         "hashes": _text(said.get("hash_algorithm")),
         "epoch": _text(said.get("cache_epoch")),
@@ -34,9 +34,10 @@ def words(description: Mapping[str, Any] | None) -> dict[str, str]:
     return {name: text for name, text in found.items() if text}
 
 
-def _part(said: Mapping[str, Any], name: str) -> Mapping[str, Any]:
-    part = said.get(name)
-    return part if isinstance(part, dict) else {}
+def part(said: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+    """Return the fields below ``name``; none where there is something else."""
+    found = said.get(name)
+    return found if isinstance(found, dict) else {}
 
 
 def _text(value: Any) -> str:

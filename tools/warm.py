@@ -6,7 +6,6 @@ import json
 import os
 import socket
 import time
-import urllib.request
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -16,6 +15,7 @@ from ..connector.warm_request import MAX_KEYS
 from ..storage.key import key_name
 from .exit_codes import ExitCode
 from .reporting import CommandError
+from .scrape import HTTP_ERRORS, call, safe_url, server_root
 
 _CONNECT_S = 2.0
 _POLL_S = 0.05
@@ -164,24 +164,15 @@ def wake_server(url: str) -> None:
     Raises:
         CommandError: it does not answer.
     """
-    base = url.rstrip("/").removesuffix("/v1")
-    key = os.environ.get("OPENAI_API_KEY") or os.environ.get("VLLM_API_KEY")
-    headers = {"Content-Type": "application/json"}
-    if key:
-        headers["Authorization"] = f"Bearer {key}"
-    if not base.startswith(("http://", "https://")):
-        raise CommandError(f"{url!r} is no http URL", ExitCode.USAGE)
+    base = server_root(url)
     try:
-        models = _json(urllib.request.Request(f"{base}/v1/models", headers=headers))  # noqa: S310
-        model = models["data"][0]["id"]
-        body = json.dumps({"model": model, "prompt": "a", "max_tokens": 1}).encode()
-        _json(
-            urllib.request.Request(f"{base}/v1/completions", body, headers)  # noqa: S310
-        )
-    except (OSError, ValueError, KeyError, IndexError, TypeError) as error:
-        raise CommandError(f"{base} was not woken: {error}", ExitCode.UNREACHABLE) from None
+        model = _json(f"{base}/v1/models")["data"][0]["id"]
+        _json(f"{base}/v1/completions", {"model": model, "prompt": "a", "max_tokens": 1})
+    except (*HTTP_ERRORS, KeyError, IndexError, TypeError) as error:
+        where = safe_url(base)
+        raise CommandError(f"{where} was not woken: {error}", ExitCode.UNREACHABLE) from None
 
 
-def _json(request: urllib.request.Request) -> Any:
-    with urllib.request.urlopen(request, timeout=_WAKE_S) as answer:  # noqa: S310 - checked above
+def _json(url: str, body: object = None) -> Any:
+    with call(url, _WAKE_S, body) as answer:
         return json.loads(answer.read(1 << 20))

@@ -9,8 +9,8 @@ import typer
 
 from .exit_codes import EXIT_CODES_HELP, ExitCode
 from .prompt_choice import CacheSalt, Everything, Recording, RequestId, Tenant, Tokens, UpTo
-from .reporting import CommandError, finish, print_json, reported
-from .store_commands import Json, Namespace, Progress, StoreName
+from .reporting import CommandError, Progress, finish, print_json, reported
+from .store_commands import Json, Namespace, StoreName
 
 if TYPE_CHECKING:
     from .prompt_choice import Choice
@@ -64,11 +64,13 @@ def warm(
         folder = _folder(opened, control)
         keys = wanted(opened, choice)
         name, tier = opened.name, opened.kind
+    progress = Progress()
     answers = asking.ask(folder, asking.wish(tier, choice.space.namespace, keys))
     try:
         waker = None if wake is None else lambda: asking.wake_server(wake)
-        asking.wait(answers, seconds, waker, Progress())
+        asking.wait(answers, seconds, waker, progress)
     finally:
+        progress.clear()
         asking.close(answers)
     if as_json:
         print_json(

@@ -59,6 +59,26 @@ def prompt(tmp_path):
     return path, tokens
 
 
+def test_what_was_there_and_went_is_told_from_what_never_was(tmp_path, prompt):
+    """Evicted or deleted, a chunk of a folder is remembered; one of another prompt is not."""
+    path, tokens = prompt
+    (tmp_path / "store").mkdir()
+    store = Folder(tmp_path / "store")
+    hashes = save(store, tokens, [64, 128, 192])
+    name = key_name(chunk_key(hashes[128], 0))
+    assert kvtier("rm", store.target, name)[0] == 0
+    found = asked(store, path)["namespaces"][0]
+    assert (found["hit_tokens"], found["reason"]) == (64, "evicted")
+    assert "token 128" in found["detail"]
+    other = tmp_path / "other.json"
+    other.write_text(json.dumps([*tokens[:64], *range(100)]))
+    found = asked(store, other)["namespaces"][0]
+    assert (found["hit_tokens"], found["reason"]) == (64, "not_stored")
+    (journal,) = (tmp_path / "store").rglob("journal")
+    journal.write_bytes(b"\xff\n")
+    assert asked(store, path)["namespaces"][0]["reason"] == "gap"
+
+
 @pytest.fixture(params=["disk", "redis"])
 def store(request, tmp_path):
     if request.param == "disk":
@@ -395,7 +415,7 @@ def test_requests_that_cannot_be_found(prompt, tmp_path):
     broken.write_text(file.read_text().replace('"base":[0,', '"base":[7,'))
     for arguments, code, words in (
         (("--request", "r-3", "--recording", file), 1, "no request 'r-3'"),
-        (("--request", "r-1", "--recording", tmp_path / "none"), 4, "No such file"),
+        (("--request", "r-1", "--recording", tmp_path / "none"), 2, "No such file"),
         (("--request", "r-1", "--recording", path), 5, "no recording"),
         (("--request", "r-1"), 2, "--request needs --recording"),
         ((), 2, "give token ids"),

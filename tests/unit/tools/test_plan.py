@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import shlex
 import subprocess
@@ -21,6 +22,7 @@ GIB = 1 << 30
 # name: bytes a token in layers that keep all, and in layers that keep a window; by hand as
 # 2 (key and value) x heads x head size x 2 bytes x layers.
 BY_HAND = {
+    "Llama-3-8B": (131_072, 0),
     "Llama-3.1-8B": (2 * 8 * 128 * 2 * 32, 0),
     "Llama-3.1-70B": (327_680, 0),
     "meta-llama/Llama-3.1-405B-Instruct": (516_096, 0),
@@ -145,6 +147,16 @@ def test_what_a_config_lacks_is_said(config_json, reason):
     """One line names what is missing."""
     with pytest.raises(ModelError, match=reason):
         from_config("m", config_json)
+
+
+@pytest.mark.parametrize("base", [*CONFIGS, "gpt-oss-20b", "Qwen3-Next-80B-A3B", "DeepSeek-V3.2"])
+def test_a_config_of_any_shape_is_read_or_refused(base):
+    """Any value in any field: a size, or one line that says what is wrong; never a traceback."""
+    good = CONFIGS[base][0] if base in CONFIGS else MODELS[find_model(base).name]
+    for field in good:
+        for value in (None, 0, -3, 2.5, True, "x", [], {}, [None], ["x", 5], 10**30, {"a": 1}):
+            with contextlib.suppress(ModelError):
+                assert from_config("m", {**good, field: value}).layers
 
 
 def test_a_hit_pays_from_where_loading_is_quicker():

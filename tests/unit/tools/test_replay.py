@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import multiprocessing
 import subprocess
 import sys
 from pathlib import Path
@@ -14,7 +15,7 @@ from kvtier.tools.replay import Replay
 from kvtier.tools.replay_bounds import bound, device_hits
 from kvtier.tools.replay_chunks import ChunkedTrace, Shape
 from kvtier.tools.replay_results import Setup
-from kvtier.tools.replay_run import Job, run_all
+from kvtier.tools.replay_run import Job, ReplayError, run_all
 from kvtier.tools.replay_tiers import POLICIES, Sizes, Speeds
 from kvtier.tools.traces import Request, Trace
 
@@ -315,3 +316,30 @@ def test_wrong_options_are_one_line(options, reason):
     assert (code, out) == (2, "")
     assert reason in err
     assert err.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("content", "code", "reason"),
+    [(None, 4, "No such file"), ('{"a": 1}\n', 5, "of no known trace"), ("x", 5, "is no JSON")],
+)
+@pytest.mark.parametrize("jobs", [1, 2])
+def test_a_trace_that_cannot_be_read_ends_the_command(tmp_path, jobs, content, code, reason):
+    """One line, also when it is worker processes that read it."""
+    path = tmp_path / "t.jsonl"
+    if content is not None:
+        path.write_text(content)
+    got, out, err = kvtier("replay", path, "--jobs", jobs, "--sizes", "1GiB,2GiB")
+    assert (got, out, reason in err, err.count("\n")) == (code, "", True, 1), err
+
+
+def test_a_process_that_is_killed_ends_the_replay(tmp_path):
+    """As the kernel does when memory is short: an error that says so, and nothing is left."""
+    job = Job(write_sessions(tmp_path / "s.jsonl", 4), Setup(Shape(1024, 1024)), n_users=2)
+
+    def kill(*_):
+        for child in multiprocessing.active_children():
+            child.kill()
+
+    with pytest.raises(ReplayError, match="--jobs 1"):
+        run_all(job, [Sizes(n << 20) for n in range(1, 41)], [POLICIES["lru"]], 2, kill)
+    assert not multiprocessing.active_children()

@@ -10,6 +10,7 @@ import pytest
 
 from kvtier.storage.key import key_name
 from kvtier.tools.redis_server import RedisServer
+from kvtier.tools.store_base import Capacity
 
 from ...redis_server import eventually
 from .stores import (
@@ -212,6 +213,24 @@ def test_rm_on_a_replica_says_that_nothing_was_deleted(server):
         assert json.loads(here("stat", replica.url, "--json")[1])["records"] == 3
 
 
+def test_an_empty_name_means_nothing(store):
+    """An empty variable in a script deletes nothing, also where one thing alone could be meant."""
+    assert kvtier("rm", store.target, "--namespace", "61", "--yes")[0] == 0
+    left = [row["key"] for row in json.loads(here("ls", store.target, "--json")[1])["records"]]
+    assert here("rm", store.target, left[0])[0] == 0
+    for verb, *more in (
+        ("rm", ""),
+        ("show", ""),
+        ("rm", "--namespace", "", "--yes"),
+        ("prune", "--namespace", "", "--yes"),
+        ("prune", "--prefix", "", "--yes"),
+        ("stat", "--namespace", ""),
+        ("unpin", ""),
+    ):
+        assert here(verb, store.target, *more)[0] == 2, (verb, more)
+    assert len(names(store)) == len(left) - 1 == 1
+
+
 def test_rm_of_what_is_not_there_is_an_error(store):
     """1, and all is there afterwards."""
     assert kvtier("rm", store.target, "f" * 20)[0] == 1
@@ -264,6 +283,34 @@ def test_copy_keeps_last_use_compression_and_seal(tmp_path):
     assert new.content() == old.content()
     for path in (tmp_path / "new").rglob("*.kvt"):
         assert abs(path.stat().st_mtime - old_s) < 0.01
+
+
+def test_a_copy_that_was_ended_goes_on_though_little_room_is_left(store, tmp_path, monkeypatch):
+    """What the target has already needs no room in it: a second run copies the rest."""
+    from kvtier.tools import store_copy, store_disk
+
+    target = tmp_path / "new"
+    stop = store_copy._copy_one
+
+    def stopping(*arguments, **options):
+        if arguments[4].copied == 5:
+            raise KeyboardInterrupt
+        stop(*arguments, **options)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(store_copy, "_copy_one", stopping)
+        code, out, _ = here("copy", store.target, target, "--json")
+    assert (code, json.loads(out)["copied"], json.loads(out)["complete"]) == (130, 5, False)
+    one = json.loads(here("ls", store.target, "--json")[1])["records"][0]["stored_bytes"]
+    for room, expected in ((2.5, (1, 0)), (3.5, (0, 3))):
+        monkeypatch.setattr(
+            store_disk.DiskStore,
+            "capacity",
+            lambda _, room=room: Capacity(None, None, int(room * one), None),
+        )
+        code, out, err = here("copy", store.target, target, "--json")
+        assert (code, json.loads(out)["copied"]) == expected, err
+    assert len(names(Folder(target))) == 8
 
 
 def test_copy_leaves_damaged_records_behind(store, tmp_path):

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import functools
+import itertools
 import json
 import os
 import subprocess
@@ -12,11 +14,12 @@ from pathlib import Path
 
 import pytest
 
+from kvtier.storage.disk_layout import pack_namespace
 from kvtier.storage.key import key_name
 from kvtier.storage.redis_url import parse_redis_url
 from kvtier.tools.redis_server import RedisServer
 
-from .stores import NAMESPACES, RAW_BYTES, Folder, Server, golden, key, kvtier, put, words
+from .stores import NAMESPACES, RAW_BYTES, Folder, Server, golden, here, key, kvtier, put, words
 
 OVERHEAD = {"disk": 4096, "redis": 544}
 VERBS = ("ls", "stat", "du", "verify")
@@ -502,3 +505,141 @@ def test_redis_stripes_without_a_head_are_orphaned(server, monkeypatch):
             assert opened.sweep(found) == len(stripes)
         assert len(store.content()) == 1
         assert kvtier("verify", store.target)[0] == 0
+
+
+@pytest.mark.parametrize("kind", ["disk", "redis"])
+def test_ls_json_is_whole_whatever_ends_it(kind, tmp_path, server, monkeypatch):
+    """A store that stops in the middle: one JSON object, which says that it is not all."""
+    from kvtier.storage.errors import TierUnavailable
+    from kvtier.tools.store_disk import DiskStore
+    from kvtier.tools.store_redis import RedisServerStore
+
+    store = Folder(tmp_path) if kind == "disk" else Server(server)
+    if kind == "redis":
+        with server.client() as client:
+            client.flushall()
+    put(store.tier(), range(4))
+    code, out, _ = here("ls", store.target, "--json")
+    assert (code, json.loads(out)["complete"], len(json.loads(out)["records"])) == (0, True, 4)
+    kept = DiskStore if kind == "disk" else RedisServerStore
+    records = kept.records
+
+    def broken(self, *arguments, error):
+        yield from itertools.islice(records(self, *arguments), 2)
+        raise error
+
+    for error, expected in ((TierUnavailable("gone"), 4), (KeyboardInterrupt(), 130)):
+        monkeypatch.setattr(kept, "records", functools.partialmethod(broken, error=error))
+        code, out, err = here("ls", store.target, "--json")
+        assert code == expected
+        assert (json.loads(out)["complete"], len(json.loads(out)["records"])) == (False, 2)
+        assert len(err.splitlines()) == 1
+
+
+def test_fix_leaves_alone_what_was_healed_meanwhile(tmp_path, monkeypatch):
+    """What a run that was cut short found, and an engine saved anew, is no damage any more."""
+    monkeypatch.setenv("KVTIER_CACHE", str(tmp_path / "cache"))
+    store = Folder(tmp_path / "store")
+    put(store.tier(), range(6))
+    bad = sorted(range(6), key=lambda n: key_name(key(n)))[:2]
+    for number in bad:
+        store.damage(number)
+    from kvtier.tools.store_disk import DiskStore
+
+    check, seen = DiskStore.check, []
+
+    def checked(self, record):
+        seen.append(record)
+        if len(seen) > 3:
+            raise KeyboardInterrupt
+        return check(self, record)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(DiskStore, "check", checked)
+        code, out, _ = here("verify", store.target, "--json")
+    assert (code, json.loads(out)["damaged_records"]) == (130, 2)
+    with contextlib.closing(store.tier()) as tier:
+        tier.quarantine(key(bad[0]), "found")
+        tier.quarantine(key(bad[1]), "found")
+    put(store.tier(), bad[:1])  # saved anew
+    code, out, _ = here("verify", store.target, "--resume", "--fix", "--json")
+    assert (code, json.loads(out)["damaged_records"], json.loads(out)["resumed"]) == (0, 0, True)
+    assert json.loads(out)["records"] == 6
+    assert len(store.content()) == 5
+
+
+def test_fix_looks_again_before_it_acts(tmp_path, monkeypatch):
+    """What an engine healed while the rest was verified stays."""
+    from kvtier.tools import store_verify
+
+    store = Folder(tmp_path)
+    put(store.tier(), range(3))
+    store.damage(1)
+    verify = store_verify.verify
+
+    def healed(*arguments):
+        verify(*arguments)
+        with contextlib.closing(store.tier()) as tier:
+            tier.quarantine(key(1), "found")
+        put(store.tier(), [1])
+
+    monkeypatch.setattr(store_verify, "verify", healed)
+    code, out, _ = here("verify", store.target, "--fix", "--json")
+    assert (code, json.loads(out)["quarantined"]) == (0, 0)
+    assert len(store.content()) == 3
+
+
+SAID = {
+    "cache_epoch": [None, "x", [1], 1e300, -5],
+    "fields_format": [None, {}],
+    "root_hash": [None, 5, "zz", "abc", {}],
+    "hash_algorithm": [None, 5, "md5", {}],
+    "cache": [None, 5, [], {"hash_block_tokens": 0}, {"hash_block_tokens": -16, "chunk_tokens": 4},
+              {"hash_block_tokens": 16, "chunk_tokens": 0},
+              {"hash_block_tokens": True, "chunk_tokens": 256},
+              {"hash_block_tokens": 16, "chunk_tokens": "256"}],
+    "groups": [5, "x", [5], [{}], [{"group": -1}], [{"group": 300}], [{"group": "0"}],
+               [{"group": 0, "window_tokens": "x"}], [{"group": 0, "window_tokens": -1}]],
+    "parallel": [5, {"tensor_parallel_size": 0}, {"tensor_parallel_size": "2"},
+                 {"tensor_parallel_size": 10**9}, {"pipeline_parallel_size": 1.5}],
+    "model": [5, [], "name", {"path": {}}, None],
+    "speculation": [5, []],
+    "attention": ["x"],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", ["disk", "redis"])
+def test_a_description_that_no_engine_wrote_raises_nothing(kind, tmp_path, server):
+    """A namespace whose description is JSON of any shape: every verb says something, none falls."""
+    store = Folder(tmp_path / "store") if kind == "disk" else Server(server)
+    tokens = tmp_path / "tokens"
+    tokens.write_text(json.dumps(list(range(600))))
+    good = {
+        **words(), "cache_epoch": 0, "fields_format": 1, "root_hash": "ab" * 32,
+        "hash_algorithm": "sha256", "cache": {"hash_block_tokens": 16, "chunk_tokens": 256},
+        "groups": [{"group": 0, "kind": "full"}],
+    }  # fmt: skip
+    if kind == "redis":
+        with server.client() as client:
+            client.flushall()
+    put(store.tier(description=good), range(3))
+    verbs = (["stat"], ["verify"], ["explain", tokens], ["pin", tokens],
+             ["prune", "--stale", "--dry-run"])  # fmt: skip
+    for name, values in SAID.items():
+        for value in values:
+            _describe(store, {**good, name: value})
+            assert here("stat", store.target, "--fields")[0] == 0
+            assert here("explain", store.target, tokens)[0] == 0
+            for verb, *more in verbs:
+                code, _, err = here(verb, store.target, *more, "--json")
+                assert code in ((1,) if verb == "pin" else (0,)), (name, value, verb, err)
+
+
+def _describe(store, description):
+    if store.kind == "disk":
+        content = pack_namespace(NAMESPACES[0], description)
+        Path(store.target, NAMESPACES[0].hex(), "namespace.json").write_bytes(content)
+    else:
+        with store.server.client() as client:
+            (name,) = client.keys(f"kvtier:ns:{NAMESPACES[0].hex()}")
+            client.set(name, json.dumps(description))
