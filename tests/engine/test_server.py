@@ -53,7 +53,7 @@ def server(tmp_path_factory):
     log = root / "server.log"
     with open(log, "w") as out:
         process = subprocess.Popen(
-            [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", str(model),
+            [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(model),
              "--served-model-name", "tiny", "--host", "127.0.0.1", "--port", str(port),
              "--dtype", "float32", "--max-model-len", "1024", "--block-size", "32",
              "--num-gpu-blocks-override", str(DEVICE_BLOCKS), "--enforce-eager",

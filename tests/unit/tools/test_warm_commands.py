@@ -245,7 +245,7 @@ def test_a_server_that_is_not_there(store, prompt):
     """One line, and the wish is given up."""
     save(store, TOKENS, [64])
     with engine(store, load_all, awake=threading.Event()):
-        for url, words in (("http://127.0.0.1:9", "not woken"), ("ftp://x", "no http URL")):
+        for url, words in (("http://127.0.0.1:9", "not woken"), ("ftp://x", "server's address")):
             code, _, err = run(store.target, prompt, "--wake", url, "--wait", 3)
             assert code in {2, 4}
             assert words in err
