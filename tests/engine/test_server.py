@@ -113,7 +113,7 @@ def test_a_server_is_soaked_watched_and_explained(server, tmp_path, monkeypatch)
     found = run(
         "soak", "--url", url + "/v1", "--pid", pid, "--minutes", "0.25", "--report",
         tmp_path / "report", "--sessions", 4, "--turns", 3, "--context-tokens", 768,
-        "--dtype", "float32", "--aborts", "0.1", "--faults", "disk-corrupt",
+        "--dtype", "float32", "--aborts", "0.4", "--faults", "disk-corrupt",
         "--kvtier", json.dumps({"disk": str(store)}),
     )  # fmt: skip
     assert found["ok"]
