@@ -57,6 +57,7 @@ class UrlSoak:
         self._stopped = stopped
         self.record = Record(options)
         self._server = UrlEngine(options.url, options.model)
+        self.record.setup["model"] = self._server.model
         if options.oracle_url is not None:
             self._oracle = UrlEngine(options.oracle_url, options.model)
         else:

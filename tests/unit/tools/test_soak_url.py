@@ -255,6 +255,7 @@ def test_a_healthy_server_passes(tmp_path, monkeypatch):
         result, found = soak(server, tmp_path, monkeypatch)
     assert result.exit_code == 0, result.output
     assert found["traffic"]["answered"] > 9
+    assert found["setup"]["model"] == "hash"
     assert found["traffic"]["tokens"]["disk"] > 0
     assert found["samples"]
 
