@@ -75,6 +75,7 @@ def storage_report():
         "there": 5,
         "missing": 2,
         "damaged": 1,
+        "chunks": 3,
         "wrong": 0,
     }
     return {
