@@ -39,6 +39,7 @@ WEIGHTS = {"put": 24, "replace": 8, "get": 45, "contains": 12, "delete": 5, "qua
            "touch": 3, "scan": 0.01}  # fmt: skip
 CONTAINS_KEYS = 16
 SPARE_S = 0.05
+REFUSED_S = 60.0  # a tier waits for five seconds, then refuses
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,6 +92,7 @@ class Worker:
         self._payloads = Payloads(work.seed, work.record_bytes)
         self._names = [key_of(i, work.seed) for i in range(work.n_keys)]
         self._own = [i for i in range(work.n_keys) if i % work.threads == number]
+        self._refused_since_s = 0.0
         self._view = memoryview(mmap.mmap(-1, work.record_bytes))
 
     def run(self, stopped: threading.Event) -> None:
@@ -105,8 +107,21 @@ class Worker:
             try:
                 getattr(self, f"_{kind}")()
             except (TierRefused, TierUnavailable) as error:
-                raise Wrong(f"{kind}: the tier does not serve: {error}") from None
+                self._refused(kind, error)
+                continue
             self._counts[KINDS.index(kind), self._number] += 1
+
+    def _refused(self, kind: str, error: Exception) -> None:
+        """Bear a tier that cannot for a while: it evicts a lot, or another one of the folder does.
+
+        Raises:
+            Wrong: it has not stored a record for too long.
+        """
+        now_s = time.monotonic()
+        since_s = self._refused_since_s = self._refused_since_s or now_s
+        if now_s - since_s > REFUSED_S:
+            raise Wrong(f"{kind}: the tier does not serve: {error}") from None
+        time.sleep(SPARE_S)
 
     def _spec(self, number: int) -> RecordSpec:
         return RecordSpec(self._names[number], 0, 256, self._work.record_bytes)
@@ -126,6 +141,7 @@ class Worker:
         self._payloads.fill(self._view, number, version)
         hurt = int(row[HURT])
         result = self._tier.put(self._spec(number), [self._view], replace=replace)
+        self._refused_since_s = 0.0
         if result is PutResult.STORED:
             row[ACKED] = version
             if int(row[HURT]) == hurt:  # else it was hurt again while it was written
@@ -246,7 +262,6 @@ def main(arguments: Sequence[str]) -> None:
     ledger = Ledger(Path(work.ledger), work.n_keys)
     tier = open_tier(work)
     stopped = threading.Event()
-    failures: list[str] = []
 
     def count(kind: str) -> None:
         ledger.counts[KINDS.index(kind), 0] += 1
@@ -258,26 +273,21 @@ def main(arguments: Sequence[str]) -> None:
     def run(worker: Worker | JobPlayer) -> None:
         try:
             worker.run(stopped)
-        except Exception as error:  # noqa: BLE001 - told to whoever watches
-            failures.append(f"{type(error).__name__}: {error}")
+        except Exception as error:  # noqa: BLE001 - told to whoever watches, before it kills us
+            print(json.dumps({"failures": [f"{type(error).__name__}: {error}"]}), flush=True)
             stopped.set()
 
     workers = [Worker(i, work, tier, ledger) for i in range(work.threads)]
     threads = [threading.Thread(target=run, args=(one,)) for one in (player, *workers)]
+    print(json.dumps({"ready": True}), flush=True)  # the first line; failures follow
     for thread in threads:
         thread.start()
     threading.Thread(target=_until_stdin_ends, args=(stopped,), daemon=True).start()
-    print(json.dumps({"ready": True}), flush=True)
     while not stopped.wait(SPARE_S):
         tier.changes()  # as an engine does: what is not taken would pile up
     for thread in threads:
         thread.join()
-    began_s = time.monotonic()
     tier.close()
-    print(
-        json.dumps({"failures": failures, "close_s": round(time.monotonic() - began_s, 3)}),
-        flush=True,
-    )
 
 
 def _until_stdin_ends(stopped: threading.Event) -> None:

@@ -133,7 +133,7 @@ def test_a_server_is_soaked_watched_and_explained(server, tmp_path, monkeypatch)
 
     page = scrape(f"{url}/metrics")
     ours = {name for name in page.names() if name.startswith("kvtier:")}
-    known = {f"kvtier:{metric.name}" for metric in METRICS}
+    known = {metric.prometheus_name for metric in METRICS}
     assert {n.removesuffix("_total").removesuffix("_created") for n in ours} <= known
     seen = run("top", url, "--once", "--every", "0.2")
     assert seen["tokens"]["restored"] == page.total("kvtier:hit_tokens_total")

@@ -120,6 +120,64 @@ def test_a_worker_stops_at_the_first_wrong_byte(done):
         tier.close()
 
 
+def test_a_tier_may_refuse_for_a_while_but_not_for_ever(done, monkeypatch):
+    """Busy with eviction it stores nothing for some seconds; for longer than that is wrong."""
+    from kvtier.storage.errors import TierRefused
+    from kvtier.tools import soak_storage_child as child
+
+    job, ledger = done
+    tier = open_tier(job)
+    put, refusals = tier.put, []
+
+    def refusing(*arguments, **more):
+        if len(refusals) < most:
+            refusals.append(1)
+            raise TierRefused("busy")
+        stopped.set()
+        return put(*arguments, **more)
+
+    tier.put = refusing
+    monkeypatch.setattr(child, "WEIGHTS", {"put": 1})
+    try:
+        for most, patience_s in ((3, 60.0), (10**6, 0.3)):
+            stopped = threading.Event()
+            refusals.clear()
+            monkeypatch.setattr(child, "REFUSED_S", patience_s)
+            worker = Worker(0, job, tier, ledger)
+            if most == 3:
+                worker.run(stopped)
+                assert len(refusals) == 3
+            else:
+                with pytest.raises(Wrong, match="put: the tier does not serve: busy"):
+                    worker.run(stopped)
+    finally:
+        tier.close()
+
+
+def test_what_a_process_found_is_heard_though_it_is_killed(tmp_path, monkeypatch):
+    """It says so at once, and not when it is done, which may never be."""
+    code = (
+        "import json, sys; from kvtier.tools import soak_storage_child as child\n"
+        "def broken(self): raise child.Wrong('as planned')\n"
+        "child.Worker._get = broken\n"
+        "close = child.DiskTier.close\n"
+        "def slow(self):\n    import time; time.sleep(60)\n"
+        "child.DiskTier.close = slow\n"
+        "child.main(sys.argv[1:])"
+    )
+    popen = subprocess.Popen
+
+    def start(arguments, **more):
+        return popen([sys.executable, "-c", code, arguments[-1]], **more)
+
+    monkeypatch.setattr("kvtier.tools.soak_storage.subprocess.Popen", start)
+    monkeypatch.setattr("kvtier.tools.soak_storage.LIFE_S", (3.0, 3.0))
+    options = SoakOptions(minutes=0.2, report=tmp_path, seed=SEED)
+    found = StorageSoak(options, Listener(), threading.Event(), None, n_keys=300).run()
+    assert found["lives"][0]["killed"]
+    assert any("as planned" in row["text"] for row in found["findings"])
+
+
 def soak(tmp_path, operations=4000, **more):
     options = SoakOptions(
         **{"minutes": 5, "report": tmp_path, "seed": SEED, "faults": ("disk-corrupt",), **more}
