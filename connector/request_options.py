@@ -41,34 +41,24 @@ class RequestOptions:
     salt: bytes = b""
 
 
-def read_options(params: Mapping[str, Any] | None, adapter: str | None) -> RequestOptions:
+def read_options(params: object, adapter: str | None) -> RequestOptions:
     """Return the options in a request's `kv_transfer_params`.
 
     What is not understood makes the request neither read nor stored (and one log
     line for all such requests): a tenant's KV is never shared because of a spelling mistake.
 
     Args:
-        params: `request.kv_transfer_params`.
+        params: `request.kv_transfer_params`: an object or None, but a client may give anything.
         adapter: fingerprint of the LoRA adapter's content, if there is one.
     """
-    given = (params or {}).get(PARAMS_KEY) or {}
-    store, read, tenant = True, True, None
-    if isinstance(given, Mapping):
-        store, read = given.get("store", True), given.get("read", True)
-        tenant = given.get("tenant")
-    understood = (
-        isinstance(given, Mapping)
-        and _KNOWN.issuperset(given)
-        and isinstance(store, bool)
-        and isinstance(read, bool)
-        and (tenant is None or isinstance(tenant, str))
-    )
-    if not understood:
+    asked = _asked(params)
+    if asked is None:
         _complain(
             f"kv_transfer_params {PARAMS_KEY!r} not understood; use store, read (true or false) "
             "and tenant (text). Such requests are neither served from the cache nor stored"
         )
         return RequestOptions(store=False, read=False)
+    store, read, tenant = asked
     if tenant is None and adapter is None:
         return RequestOptions(store, read)
     digest = hashlib.blake2b(digest_size=32, person=b"kvtier-salt")
@@ -85,6 +75,31 @@ def _complain(text: str) -> None:
             _told.clear()
         _told.add(text)
         logger.warning("kvtier: %s", text)
+
+
+def _asked(params: object) -> tuple[bool, bool, str | None] | None:
+    """Return (store, read, tenant), or None for what is not understood."""
+    given = params.get(PARAMS_KEY) if isinstance(params, Mapping) else params
+    if given is None:
+        given = {}
+    if not isinstance(given, Mapping) or not _KNOWN.issuperset(given):
+        return None
+    store, read, tenant = given.get("store", True), given.get("read", True), given.get("tenant")
+    if not isinstance(store, bool) or not isinstance(read, bool):
+        return None
+    if tenant is not None and not _is_text(tenant):
+        return None
+    return store, read, tenant
+
+
+def _is_text(value: object) -> bool:
+    if not isinstance(value, str):
+        return False
+    try:
+        value.encode()
+    except UnicodeEncodeError:  # half a character, which JSON can spell
+        return False
+    return True
 
 
 def options_of(request: Any, adapter_of: Callable[[Any], str | None] | None) -> RequestOptions:
