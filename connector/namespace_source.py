@@ -16,13 +16,14 @@ import os
 import secrets
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
-from ..storage.errors import TierUnavailable
+from ..storage.errors import KVTierError
 from . import engine_api, shared_tiers
 from . import namespace as ns
 from .config import Config
-from .epoch import raise_epoch, read_epoch
+from .epoch import epoch_apart, in_time, raise_epoch, read_epoch
 from .geometry import Geometry
 from .namespace import Namespace
 from .plan import NamespaceInfo
@@ -31,6 +32,7 @@ from .weights import WeightsCache
 
 logger = logging.getLogger("kvtier.namespace")
 
+FOLDER_WAIT_S = 2.0  # for the folder's epoch: an engine does not stop for a disk that hangs
 FIRST_EPOCH_WAIT_S = 0.5  # for a shared tier's epoch, before the engine goes on without the tier
 RAISE_WAIT_S = 1.0
 
@@ -39,7 +41,7 @@ class NamespaceSource:
     """Computes the namespace when it can be known. Scheduler thread only.
 
     The constructor reads files (weights fingerprint); `current` does not, but for
-    the epoch when the namespace is first made.
+    the epoch when the namespace is first made, and for a bounded time.
 
     Args:
         vllm_config: vLLM's `VllmConfig`.
@@ -74,6 +76,7 @@ class NamespaceSource:
         self._memory_epoch = 0
         # Read once: another engine that clears the folder may have other weights by then.
         self._folder_epoch: int | None = None
+        self._apart: int | None = None  # instead of the folder's, where that is not known
         self._shared: SharedEpoch | None = None
         self._shared_until_s: float | None = None
         self._told_shared: int | None = None
@@ -93,12 +96,7 @@ class NamespaceSource:
 
         None, too, for a moment at first, while a shared tier is asked for its epoch.
         """
-        epoch = self._memory_epoch
-        if self._root is not None:
-            if self._folder_epoch is None:
-                self._folder_epoch = read_epoch(self._root, self._epoch_name())
-            epoch += self._folder_epoch
-        own = self._space(epoch)
+        own = self._space(self._own_epoch())
         if own is None or self._shared_is_awaited():
             return None
         self._tell(own)
@@ -111,6 +109,27 @@ class NamespaceSource:
             None if shared is None else shared.digest,
             None if shared is None else shared.describe(),
         )
+
+    def _own_epoch(self) -> int:
+        """Return the epoch of the tiers that are this engine's own."""
+        if self._root is None:
+            return self._memory_epoch
+        if self._apart is not None:
+            return self._apart
+        if self._folder_epoch is None:
+            try:
+                self._folder_epoch = in_time(
+                    partial(read_epoch, self._root, self._epoch_name()), FOLDER_WAIT_S
+                )
+            except KVTierError as err:
+                self._apart = epoch_apart()
+                logger.error(  # noqa: TRY400 - the message says it all
+                    "kvtier: %s. What lies there may have been cleared: it is not served in this "
+                    "run, and what this run writes there no other will find",
+                    err,
+                )
+                return self._apart
+        return self._folder_epoch
 
     def _space(self, epoch: int) -> Namespace | None:
         root = ns.root_fields(self._vllm, epoch)
@@ -163,9 +182,13 @@ class NamespaceSource:
             self._memory_epoch += 1
         else:
             try:
-                self._folder_epoch = raise_epoch(self._root, self._epoch_name())
-            except TierUnavailable as err:
-                self._memory_epoch += 1
+                self._folder_epoch = in_time(
+                    partial(raise_epoch, self._root, self._epoch_name()), FOLDER_WAIT_S
+                )
+                self._apart = None
+            except KVTierError as err:
+                # Not a number near the folder's: another clear may get that one.
+                self._apart = epoch_apart()
                 kept = False
                 logger.error(  # noqa: TRY400 - the message says it all
                     "kvtier: cleared for this run only: %s; after a restart old KV could be served "
