@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import mmap
 import os
 from dataclasses import dataclass
@@ -11,9 +12,10 @@ import xxhash
 
 from .direct_io import padded, read_all
 from .disk_file import checked_header, open_record, regular_length, unavailable
-from .errors import DamageReason, RecordDamaged
+from .errors import DamageReason, RecordDamaged, RecordError
 from .key import key_name
 from .record import DISK_HEADER_BYTES
+from .reseal import check_size
 
 if TYPE_CHECKING:
     from .disk_layout import RecordFile
@@ -63,6 +65,23 @@ def read_header(path: str) -> Header:
         os.close(fd)
 
 
+def probe_record(path: str) -> None:
+    """Read a record's header from the disk itself; what it says does not matter.
+
+    Raises:
+        TierUnavailable: the disk does not answer.
+    """
+    with contextlib.suppress(RecordError):
+        fd = open_record(path)
+        try:
+            os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)  # memory would always answer
+            _header_of(fd)
+        except OSError as error:
+            raise unavailable(error, f"cannot read {path}") from None
+        finally:
+            os.close(fd)
+
+
 def read_stored(path: str, belongs: RecordFile) -> tuple[Header, memoryview]:
     """Return a record's header and its payload as stored, once all of it has been checked.
 
@@ -79,6 +98,7 @@ def read_stored(path: str, belongs: RecordFile) -> tuple[Header, memoryview]:
     try:
         header = _header_of(fd)
         _check_place(header, belongs)
+        check_size(header)
         room = memoryview(mmap.mmap(-1, padded(header.stored_bytes)))
         if read_all(fd, [room], DISK_HEADER_BYTES) < len(room):
             raise RecordDamaged(DamageReason.TRUNCATED, "ends inside its payload")

@@ -125,8 +125,10 @@ class Writer(ABC):
     """Puts records into one namespace and rank of a store, as they are stored elsewhere."""
 
     @abstractmethod
-    def put(self, header: Header, stored: memoryview, used_at_s: float) -> bool:
-        """Store a record; False when one of this key is there already.
+    def put(
+        self, header: Header, stored: memoryview, used_at_s: float, *, replace: bool = False
+    ) -> bool:
+        """Store a record; False when one of this key is there already, and is to stay.
 
         Raises:
             TierRefused, TierUnavailable.
@@ -143,6 +145,10 @@ class Store(ABC):
 
     name: str
     kind: str
+
+    def is_same(self, other: Store) -> bool:
+        """Whether both are one and the same store."""
+        return self.name == other.name
 
     @abstractmethod
     def spaces(self) -> list[Space]:

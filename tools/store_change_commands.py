@@ -214,13 +214,29 @@ def copy(
     source: Annotated[str, typer.Argument(metavar="FROM", help="Store to read.")],
     target: Annotated[str, typer.Argument(metavar="TO", help="Store to write; may be new.")],
     namespace: Namespace = None,
+    key_file: Annotated[
+        Optional[str],  # noqa: UP045
+        typer.Option(
+            "--encryption-key-file",
+            metavar="FILE",
+            help="Encrypt with the first key of this file; the others open what FROM has. "
+            "TO may then be FROM.",
+        ),
+    ] = None,
+    key_env: Annotated[
+        Optional[str],  # noqa: UP045
+        typer.Option(
+            "--encryption-key-env", metavar="NAME", help="The same with keys in this variable."
+        ),
+    ] = None,
     read_back: Annotated[
         bool, typer.Option(help="Read every record in the target once more, and compare.")
     ] = True,
     dry_run: DryRun = False,
     as_json: Json = False,
 ) -> None:
-    """Copy records between any two stores, as they are stored, each checked."""
+    """Copy records between any two stores, each checked: as they are stored, or encrypted anew."""
+    from ..storage.keyring import read_key_ring
     from .store import open_store
     from .store_copy import Copying
     from .store_copy import copy as copy_records
@@ -237,9 +253,13 @@ def copy(
             f"{size(speed)}/s, {left_s:.0f} s left"
         )
 
+    keys = read_key_ring(key_file, key_env)
     with open_store(source) as old, open_store(target, create=True) as new:
-        if old.name == new.name:
-            raise CommandError("FROM and TO are the same store", ExitCode.USAGE)
+        if keys is None and old.is_same(new):
+            raise CommandError(
+                "FROM and TO are the same store; that is only of use with other encryption keys",
+                ExitCode.USAGE,
+            )
         try:
             copy_records(
                 old,
@@ -249,6 +269,7 @@ def copy(
                 after_each,
                 dry_run=dry_run,
                 read_back=read_back,
+                keys=keys,
             )
         except KeyboardInterrupt:
             interrupted = True
@@ -260,7 +281,7 @@ def copy(
         finish(ExitCode.INTERRUPTED)
     if result.unlike:
         finish(ExitCode.FAILURE)
-    if result.n_damaged:
+    if result.n_damaged or result.n_locked:
         finish(ExitCode.FINDINGS)
 
 
@@ -270,15 +291,20 @@ def _print_copying(old: Store, new: Store, result: Any, *, dry_run: bool, as_jso
         return
     for key, why in result.damaged:
         print(f"damaged, not copied  {key}  {why}")
+    for key, key_id in result.locked:
+        print(f"encrypted with key {key_id}, which is not given; not copied  {key}")
     for key in result.unlike:
         print(f"differs in {new.name}  {key}")
     if dry_run:
         print(f"would copy {result.of_records:,} records, {size(result.of_bytes)}")
         return
+    anew = f" ({result.sealed:,} encrypted anew)" if result.sealed else ""
     print(
-        f"{result.copied:,} records copied, {size(result.copied_bytes)} in {result.seconds:.1f} s; "
+        f"{result.copied:,} records copied{anew}, {size(result.copied_bytes)} "
+        f"in {result.seconds:.1f} s; "
         f"{result.there:,} there already, {result.gone:,} gone meanwhile, "
-        f"{result.n_damaged:,} damaged{'' if result.complete else '; not all'}"
+        f"{result.n_damaged:,} damaged, {result.n_locked:,} of other keys"
+        f"{'' if result.complete else '; not all'}"
     )
     if result.n_damaged:
         print(f"to move damaged ones out of the way: kvtier verify --fix {old.name}")

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 
 from ..storage.disk_layout import (
     CONTROL,
-    NAMESPACE_FILE,
     QUARANTINE,
     TOKEN_AGE_S,
     WITHOUT_CAP_BYTES,
@@ -60,6 +59,12 @@ class DiskStore(Store):
                 f"{target} is no kvtier store: none of its {len(names)} entries is a namespace",
                 ExitCode.WRONG_FORMAT,
             )
+
+    def is_same(self, other: Store) -> bool:
+        """Compare the folders, however they are called; see `Store.is_same`."""
+        if not isinstance(other, DiskStore):
+            return False
+        return os.path.realpath(self.root) == os.path.realpath(other.root)
 
     def spaces(self) -> list[Space]:
         """Return the namespaces; see `Store.spaces`."""
@@ -233,20 +238,9 @@ class DiskStore(Store):
 
     def forget(self, namespace: bytes) -> None:
         """Remove a namespace's empty folders and description; see `Store.forget`."""
-        if next(iter_record_files(self.root, namespace), None) is not None:
-            return
-        folder = f"{self.root}/{namespace.hex()}"
-        if any(path.startswith(folder) for path, _, _ in iter_tmp_files(self.root)):
-            return
-        for parent, folders, files in os.walk(folder, topdown=False):
-            with contextlib.suppress(OSError):  # what an engine makes meanwhile stays
-                for name in folders:
-                    os.rmdir(f"{parent}/{name}")
-                for name in files:
-                    if name in {NAMESPACE_FILE, "journal"}:
-                        os.unlink(f"{parent}/{name}")
-        with contextlib.suppress(OSError):
-            os.rmdir(folder)
+        from ..storage.disk_tidy import remove_namespace
+
+        remove_namespace(self.root, namespace)
 
     def close(self) -> None:
         """Nothing is held open."""
@@ -267,13 +261,15 @@ class _DiskWriter(Writer):
         self._form = form
         self._clock = clock
 
-    def put(self, header: Header, stored: memoryview, used_at_s: float) -> bool:
+    def put(
+        self, header: Header, stored: memoryview, used_at_s: float, *, replace: bool = False
+    ) -> bool:
         from ..storage.tier import PutResult, RecordSpec
 
         spec = RecordSpec(header.key, header.start_tokens, header.end_tokens, header.raw_bytes)
         self._clock.now_s = used_at_s + header.start_tokens * TOKEN_AGE_S
         self._form.expect(header)
-        return bool(self._tier.put(spec, [stored]) is PutResult.STORED)
+        return bool(self._tier.put(spec, [stored], replace=replace) is PutResult.STORED)
 
 
 def _record(file: RecordFile) -> Record:

@@ -151,8 +151,10 @@ class RedisServerStore(Store):
         import mmap
 
         from ..storage.direct_io import padded
+        from ..storage.reseal import check_size
         from ..storage.tier import RecordSpec
 
+        check_size(header)
         room = memoryview(mmap.mmap(-1, padded(header.stored_bytes)))[: header.stored_bytes]
         spec = RecordSpec(record.key, header.start_tokens, header.end_tokens, header.raw_bytes)
         self._verbatim(Shard(record.namespace, record.rank))[0].get(spec, [room])
@@ -300,9 +302,16 @@ class _RedisWriter(Writer):
         self._tier = tier
         self._form = form
 
-    def put(self, header: Header, stored: memoryview, used_at_s: float) -> bool:  # noqa: ARG002
+    def put(
+        self,
+        header: Header,
+        stored: memoryview,
+        used_at_s: float,  # noqa: ARG002
+        *,
+        replace: bool = False,
+    ) -> bool:
         from ..storage.tier import PutResult, RecordSpec
 
         spec = RecordSpec(header.key, header.start_tokens, header.end_tokens, header.raw_bytes)
         self._form.expect(header)
-        return bool(self._tier.put(spec, [stored]) is PutResult.STORED)
+        return bool(self._tier.put(spec, [stored], replace=replace) is PutResult.STORED)

@@ -9,11 +9,10 @@ import pytest
 import xxhash
 from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 
-from kvtier.storage.copying import copy_record
 from kvtier.storage.disk import DiskTier
 from kvtier.storage.disk_layout import iter_record_files
-from kvtier.storage.disk_verify import read_header, verify_file
-from kvtier.storage.errors import DamageReason, RecordDamaged, RecordMissing
+from kvtier.storage.disk_verify import read_header, read_stored, verify_file
+from kvtier.storage.errors import DamageReason, RecordDamaged
 from kvtier.storage.keyring import Key, KeyRing
 from kvtier.storage.payload import PayloadFormat
 from kvtier.storage.record import (
@@ -23,16 +22,16 @@ from kvtier.storage.record import (
     check,
     opened_bytes,
     parse_header,
+    payload_checksum,
     sealed_bytes,
 )
+from kvtier.storage.reseal import can_open, check_size, has_current_seal, resealed
 from kvtier.storage.testing import (
     NAMESPACE,
     TierContract,
     aligned,
     joined,
-    key_of,
     payload_of,
-    read_back,
     spec_of,
 )
 from kvtier.storage.tier import PutResult
@@ -233,32 +232,50 @@ def test_a_second_put_seals_nothing(tmp_path):
     tier.close()
 
 
-def test_rotation(tmp_path):
-    """A store is sealed anew in place with another key; then the old one is not needed."""
-    old = disk(tmp_path, OLD)
-    for number in range(3):
-        old.put(spec_of(number), payload_of(number))
-    old.close()
-    both = disk(tmp_path, NEW)
-    for number in range(3):
-        assert read_back(both, number) == joined(payload_of(number))
-    for file in list(iter_record_files(str(tmp_path), NAMESPACE, 0)):
-        assert copy_record(both, both, read_header(file.path), replace=True) is PutResult.STORED
-        assert read_header(file.path).key_id == NEW.writer.key_id
-    both.close()
-    only = disk(tmp_path, KeyRing([Key(bytes(32))]))
-    assert read_back(only, 2) == joined(payload_of(2))
-    only.close()
-    before = disk(tmp_path, OLD)
-    assert refused(read_back, before, 2) is DamageReason.KEY
-    before.close()
+def test_sealed_anew():
+    """Another key, or a first one, around the same encoded bytes; the old key opens it no more."""
+    for codec in (CodecId.RAW, CodecId.ZSTD):
+        payload = zeros(MIB + 4096) if codec is CodecId.ZSTD else payload_of(1)
+        for keys in (OLD, None):
+            header, stored = packed(codec, sum(map(len, payload)), payload, keys=keys)
+            assert can_open(header, NEW)
+            assert not has_current_seal(header, NEW)
+            fresh, anew = resealed(header, memoryview(stored), NEW)
+            assert has_current_seal(fresh, NEW)
+            assert fresh.key_id == NEW.writer.key_id
+            assert fresh.salt != header.salt
+            assert parse_header(fresh.pack()) == fresh
+            assert fresh.payload_checksum == payload_checksum([anew])
+            only = KeyRing([Key(bytes(32))])
+            assert opened(fresh, anew, keys=only) == joined(payload)
+            assert refused(opened, fresh, anew, keys=OLD) is DamageReason.KEY
 
 
-def test_copying_is_bounded(tmp_path):
+def test_sealing_anew_checks_the_seal():
+    """What no holder of the old key wrote does not get a seal of the new one."""
+    header, stored = packed()
+    forged = bytearray(stored)
+    forged[5] ^= 1
+    assert refused(resealed, header, memoryview(forged), NEW) is DamageReason.SEAL
+    assert not can_open(header, KeyRing([Key(bytes(32))]))
+
+
+def test_large_records_are_refused_by_their_headers():
     """A header that claims too much is refused before anything is allocated."""
     header, _ = packed()
-    assert refused(copy_record, None, None, header, max_bytes=8192) is DamageReason.LENGTH
-    tier = disk(tmp_path, OLD)
-    with pytest.raises(RecordMissing):
-        copy_record(tier, tier, replace(header, key=key_of(9)))
+    check_size(header)
+    for more in ({"raw_bytes": 5 << 30}, {"stored_bytes": 5 << 30}):
+        assert refused(check_size, replace(header, **more)) is DamageReason.LENGTH
+
+
+def test_a_sparse_file_of_a_huge_record_is_not_read(tmp_path):
+    """A tool allocates nothing for a file that says it is a terabyte and is, on paper."""
+    tier = disk(tmp_path, None)
+    tier.put(spec_of(1), payload_of(1))
     tier.close()
+    (file,) = iter_record_files(str(tmp_path), NAMESPACE, 0)
+    header = replace(read_header(file.path), raw_bytes=1 << 40, stored_bytes=1 << 40)
+    with open(file.path, "r+b") as opened_file:
+        opened_file.write(header.pack())
+        opened_file.truncate(4096 + (1 << 40))
+    assert refused(read_stored, file.path, file) is DamageReason.LENGTH

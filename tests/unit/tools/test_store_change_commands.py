@@ -330,6 +330,118 @@ def test_copy_onto_itself_is_wrong_use(store):
     assert len(names(store)) == 8
 
 
+OLD_KEY, NEW_KEY, OTHER_KEY = ("11" * 32, "22" * 32, "33" * 32)
+
+
+def ring(*keys):
+    from kvtier.storage.keyring import Key, KeyRing
+
+    return KeyRing(Key(bytes.fromhex(key)) for key in keys)
+
+
+def key_file(tmp_path, *keys):
+    path = tmp_path / "keys"
+    path.write_text("\n".join(keys))
+    return path
+
+
+def opened_with(store, keys, numbers):
+    """What an engine with these keys reads of records."""
+    from kvtier.storage.errors import RecordError
+    from kvtier.storage.tier import RecordSpec
+
+    tier, got = store.tier(keys=keys), []
+    for number in numbers:
+        read = bytearray(RAW_BYTES)
+        spec = RecordSpec(key(number), 256 * number, 256 * number + 256, RAW_BYTES)
+        try:
+            tier.get(spec, [memoryview(read)])
+            got.append(int.from_bytes(read[:8], "little"))
+        except RecordError:
+            got.append(None)
+    tier.close()
+    return got
+
+
+@pytest.fixture(params=["disk", "redis"])
+def sealed_store(request, tmp_path):
+    """Two records sealed with an old key, one with another's, one without a seal."""
+    server = RedisServer() if request.param == "redis" else None
+    made = Server(server) if server else Folder(tmp_path / "store")
+    put(made.tier(keys=ring(OLD_KEY)), [0, 1])
+    put(made.tier(keys=ring(OTHER_KEY)), [2])
+    put(made.tier(), [3])
+    yield made
+    if server:
+        server.close()
+
+
+def test_copy_changes_the_encryption_key_in_place(sealed_store, tmp_path):
+    """Old and plain records get the new key; then the old key is needed, and opens, no more."""
+    store, keys = sealed_store, key_file(tmp_path, NEW_KEY, OLD_KEY)
+    command = ("copy", store.target, store.target, "--encryption-key-file", keys, "--json")
+    code, out, err = kvtier(*command, "--dry-run")
+    assert (code, json.loads(out)["copied"]) == (0, 0), err
+    code, out, err = kvtier(*command)
+    data = json.loads(out)
+    assert code == 3, err  # one record is locked
+    assert (data["copied"], data["sealed"], data["there"]) == (3, 3, 0)
+    assert (data["locked_records"], data["damaged_records"], data["unlike"]) == (1, 0, [])
+    assert data["locked"][0]["key"] == key_name(key(2))
+    assert opened_with(store, ring(NEW_KEY), range(4)) == [0, 1, None, 3]
+    assert opened_with(store, ring(OLD_KEY), range(4)) == [None] * 4
+    assert kvtier("verify", store.target)[0] == 0
+    code, out, _ = kvtier(*command)
+    assert (json.loads(out)["copied"], json.loads(out)["there"]) == (0, 3)
+    assert opened_with(store, ring(OTHER_KEY), [2]) == [2]
+    assert not any(key in out for key in (OLD_KEY, NEW_KEY))
+
+
+def test_copy_to_another_store_with_another_key(sealed_store, tmp_path):
+    """The new store has the new key, the old one stays what it was."""
+    new = Folder(tmp_path / "new")
+    environment = {**os.environ, "KVTIER_TEST_KEYS": f"{NEW_KEY},{OLD_KEY},{OTHER_KEY}"}
+    code, out, err = kvtier(
+        "copy", sealed_store.target, new.target, "--encryption-key-env", "KVTIER_TEST_KEYS",
+        env=environment,
+    )  # fmt: skip
+    assert code == 0, err
+    assert "4 records copied (4 encrypted anew)" in out
+    assert opened_with(new, ring(NEW_KEY), range(4)) == [0, 1, 2, 3]
+    assert opened_with(sealed_store, ring(OLD_KEY), range(4)) == [0, 1, None, None]
+
+
+def test_copy_in_place_keeps_last_use(tmp_path):
+    """A record that was sealed anew is not younger for it; nothing else is left in the folder."""
+    store = Folder(tmp_path / "store")
+    put(store.tier(keys=ring(OLD_KEY)), range(3))
+    old_s = time.time() - 86400
+    for path in (tmp_path / "store").rglob("*.kvt"):
+        os.utime(path, (old_s, old_s))
+    keys = key_file(tmp_path, NEW_KEY, OLD_KEY)
+    # By another way to the same place: it is the place that counts.
+    os.symlink(tmp_path / "store", tmp_path / "link")
+    done = kvtier("copy", store.target, tmp_path / "link", "--encryption-key-file", keys)
+    assert done[0] == 0, done[2]
+    files = list((tmp_path / "store").rglob("*.kvt"))
+    assert len(files) == 3
+    assert all(abs(path.stat().st_mtime - old_s) < 0.01 for path in files)
+    assert opened_with(store, ring(NEW_KEY), range(3)) == [0, 1, 2]
+    assert list((tmp_path / "store").rglob("*.tmp")) == []
+
+
+def test_copy_with_keys_that_are_none(store, tmp_path):
+    """Wrong use is told in one line, before anything is read, and never shows the key."""
+    code, out, err = kvtier(
+        "copy", store.target, tmp_path / "new", "--encryption-key-file", key_file(tmp_path, "zz")
+    )
+    assert code != 0
+    assert out == ""
+    assert len(err.splitlines()) == 1
+    assert "zz" not in err
+    assert not (tmp_path / "new").exists()
+
+
 def test_a_server_without_room_stops_a_copy(store):
     """What was copied stays; one line says that the target takes no more."""
     with RedisServer("--maxmemory", "1mb", "--maxmemory-policy", "noeviction") as full:
