@@ -46,6 +46,7 @@ from .disk_place import (
 )
 from .disk_room import Room
 from .disk_usage import Owner, Usage
+from .disk_verify import probe_record
 from .errors import RecordMissing, TierUnavailable
 from .key import NAMESPACE_BYTES, key_name
 from .payload import PayloadFormat
@@ -145,10 +146,9 @@ class DiskTier(Tier):
         self._room = Room(self._root, capacity_bytes, self._usage, self._evictor, self._keeper)
         self._closed = False
         self._quarantined = 0
+        self._described = False
         self._lock = threading.Lock()
-        with contextlib.suppress(OSError):
-            self._describe()
-        self._keeper.start(capacity_bytes, poll_s)
+        self._keeper.start(capacity_bytes, poll_s, self._describe)
 
     def put(self, spec: RecordSpec, payload: Buffers, *, replace: bool = False) -> PutResult:
         """Store a record; see `Tier.put`."""
@@ -194,6 +194,9 @@ class DiskTier(Tier):
             OSError, TierRefused, TierUnavailable: nothing is left behind.
         """
         self._room.reserve(total)
+        if not self._described:
+            with contextlib.suppress(OSError):
+                self._describe()
         done = False
         tmp = ""
         try:
@@ -247,6 +250,18 @@ class DiskTier(Tier):
         """Return which keys have a record: the index knows, or the directory is asked."""
         known = self._index.contains_many(keys)
         return [there or self._keeper.look(key) for there, key in zip(known, keys, strict=True)]
+
+    def probe(self) -> None:
+        """Open the root and read some record's header; see `Tier.probe`."""
+        try:
+            os.close(os.open(self._root, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC))
+        except FileNotFoundError:
+            return  # the next put makes it
+        except OSError as error:
+            raise unavailable(error, f"cannot open {self._root}") from None
+        known = self._index.oldest()
+        if known is not None:
+            probe_record(record_path(self._folder, known[0]))
 
     def delete(self, keys: Iterable[bytes]) -> int:
         """Delete records; return how many were there.
@@ -376,6 +391,7 @@ class DiskTier(Tier):
         if not os.path.lexists(path):
             make_folders(f"{self._folder}/{TMP_FOLDER}")
             write_small(path, self._tmp_path(), pack_namespace(self._namespace, self._description))
+        self._described = True
 
     def _tmp_path(self) -> str:
         return f"{self._folder}/{TMP_FOLDER}/{self._owner.tmp_name()}{TMP_SUFFIX}"

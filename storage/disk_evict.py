@@ -22,6 +22,7 @@ from .disk_layout import (
     QUARANTINE,
     iter_quarantine,
     make_folders,
+    place_of,
     rank_folder,
     record_path,
 )
@@ -122,7 +123,7 @@ class Evictor:
         self._clock = clock
         self._lock = LockedFile(f"{root}/{CONTROL}/evict.lock")
         self._journals: dict[str, JournalWriter] = {}
-        self._namespace = bytes.fromhex(folder.split("/")[-2])
+        self._namespace, _ = place_of(folder)
         self._began_s = 0.0  # of the eviction that goes on
         self.others = OldestOthers()
         self.pins = PinnedKeys(root, clock)
@@ -147,10 +148,10 @@ class Evictor:
                 return True  # another one made room while we waited
             while used + file_bytes + slack > capacity_bytes or freed < at_least:
                 gone = self._drop_quarantined() or self._drop_oldest()
+                used = self._usage.used_bytes()  # also when a walk has found less than was counted
                 if gone is None:
                     break
                 freed += gone
-                used = self._usage.used_bytes()
             return used + file_bytes <= capacity_bytes and freed >= at_least
 
     def _drop_quarantined(self) -> int:

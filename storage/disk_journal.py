@@ -19,7 +19,7 @@ import re
 import threading
 from dataclasses import dataclass
 
-from .disk_layout import FILE_MODE, make_folders
+from .disk_layout import FILE_MODE, TMP_FOLDER, TMP_SUFFIX, make_folders
 from .disk_usage import is_at
 from .errors import KVTierError
 from .key import key_name, parse_key_name
@@ -85,8 +85,11 @@ class JournalWriter:
 
     def _rotate(self) -> None:
         """Put an empty journal of the next generation in the place of this one."""
-        fresh = f"{self._path}.{os.getpid()}"
+        # Nobody's mark is in the name: who sweeps may take it away, and the next turn tries again.
+        folder = f"{os.path.dirname(self._path)}/{TMP_FOLDER}"
+        fresh = f"{folder}/{JOURNAL}-{os.getpid()}{TMP_SUFFIX}"
         generation = _generation_at(self._path) + 1
+        make_folders(folder)
         fd = os.open(fresh, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | _FLAGS, FILE_MODE)
         try:
             os.write(fd, b"#%d\n" % generation)

@@ -19,17 +19,20 @@ from .disk_journal import JournalReader
 from .disk_layout import (
     CONTROL,
     WITHOUT_CAP_BYTES,
+    iter_nameless_tmp_files,
     iter_quarantine,
     iter_record_files,
     iter_tmp_files,
+    place_of,
     record_path,
 )
 from .disk_place import write_capacity
+from .disk_tidy import remove_empty
 from .disk_usage import UsageUnknown
 from .errors import KVTierError, TierUnavailable
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
     from .disk_evict import Evictor
     from .disk_index import Index
@@ -41,6 +44,8 @@ _WALK_EVERY_S = 300.0
 _WALK_SPACING = 50.0  # of what a walk takes, between walks that only make the counter exact
 _TOUCHES_A_POLL = 2000
 _BREATHE_FILES = 512  # the walk lets other threads run this often
+_EMPTY_FOLDERS = 20_000  # removed after one walk at most
+_FORGOTTEN_S = 600.0  # a small file that is half-written for so long has no writer any more
 
 
 class Keeper:
@@ -57,6 +62,7 @@ class Keeper:
         """Start nothing yet; ``folder`` is the rank's folder that ``index`` is about."""
         self._root = root
         self._folder = folder
+        self._own = place_of(folder)
         self._index = index
         self._usage = usage
         self._owner = owner
@@ -70,10 +76,15 @@ class Keeper:
         self._problem = ""
         self._exact = True  # the last recount was not disturbed by writes
 
-    def start(self, capacity_bytes: int, poll_s: float) -> None:
-        """Start the thread."""
+    def start(
+        self, capacity_bytes: int, poll_s: float, prepare: Callable[[], None] = lambda: None
+    ) -> None:
+        """Start the thread; it calls ``prepare`` first, which may raise `OSError`."""
         self._thread = threading.Thread(
-            target=self._run, args=(capacity_bytes, poll_s), name="kvtier-disk", daemon=True
+            target=self._run,
+            args=(capacity_bytes, poll_s, prepare),
+            name="kvtier-disk",
+            daemon=True,
         )
         self._thread.start()
 
@@ -88,7 +99,9 @@ class Keeper:
         if self._thread is not None and self._thread is not threading.current_thread():
             self._thread.join(timeout_s)
 
-    def _run(self, capacity_bytes: int, poll_s: float) -> None:
+    def _run(self, capacity_bytes: int, poll_s: float, prepare: Callable[[], None]) -> None:
+        with contextlib.suppress(OSError):
+            prepare()
         reader = JournalReader(self._folder)  # before the walk: nothing falls in between
         self._tell_capacity(capacity_bytes)
         next_walk_s = time.monotonic()
@@ -152,10 +165,13 @@ class Keeper:
                 self._sweep()
             except (OSError, TierUnavailable) as error:
                 mark, count.problem = -1, error  # a read-only disk can be read all the same
+            self._see_own(count)
+            if not self._stop.is_set():
+                self._drop_unseen()
+                self._index.set_complete()  # whoever waits for it does not wait for the others'
             self.evictor.others.replace(self._foreign(count))
             if self._stop.is_set():
                 return
-            self._drop_unseen()
             try:
                 if count.problem is not None:
                     raise count.problem
@@ -163,22 +179,31 @@ class Keeper:
                 self._exact = self._usage.finish_recount(mark, count.total_bytes + quarantined)
             finally:
                 self._walks += 1
-                self._index.set_complete()
                 self.walked.set()
+            remove_empty(self._root, count.empty, without=self._own[0])
+
+    def _see_own(self, count: _Count) -> None:
+        """Put own records into the index."""
+        namespace, rank = self._own
+        files = iter_record_files(self._root, namespace, rank, on_empty=count.note_empty)
+        for file in self._counted(files, count):
+            self._index.add(file.key, file.file_bytes, file.used_at_s, fresh=False)
 
     def _foreign(self, count: _Count) -> Iterator[RecordFile]:
-        """Put own records into the index and yield the others'; count all."""
-        own = self._folder + "/"
-        for number, file in enumerate(iter_record_files(self._root)):
+        """Yield the others' records, but what is pinned."""
+        others = iter_record_files(self._root, without=self._own, on_empty=count.note_empty)
+        for file in self._counted(others, count):
+            if not self.evictor.pins.holds(file.namespace, file.key):
+                yield file
+
+    def _counted(self, files: Iterator[RecordFile], count: _Count) -> Iterator[RecordFile]:
+        for number, file in enumerate(files):
             if self._stop.is_set():
                 return
             if number % _BREATHE_FILES == _BREATHE_FILES - 1:
                 time.sleep(0.0005)
             count.total_bytes += file.file_bytes
-            if file.path.startswith(own):
-                self._index.add(file.key, file.file_bytes, file.used_at_s, fresh=False)
-            elif not self.evictor.pins.holds(file.namespace, file.key):
-                yield file
+            yield file
 
     def _drop_unseen(self) -> None:
         for key, entry in self._index.unseen():
@@ -191,6 +216,10 @@ class Keeper:
         living, _ = self._owner.others()
         for path, name, _ in files:
             if name.rpartition("-")[0] not in living:
+                with contextlib.suppress(OSError):
+                    os.unlink(path)
+        for path, written_at_s in iter_nameless_tmp_files(self._root):
+            if time.time() - written_at_s > _FORGOTTEN_S:
                 with contextlib.suppress(OSError):
                     os.unlink(path)
 
@@ -234,3 +263,8 @@ class _Count:
     def __init__(self) -> None:
         self.total_bytes = 0
         self.problem: Exception | None = None
+        self.empty: list[str] = []  # folders in which nothing lies, a bounded number
+
+    def note_empty(self, folder: str) -> None:
+        if len(self.empty) < _EMPTY_FOLDERS:
+            self.empty.append(folder)

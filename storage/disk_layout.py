@@ -26,7 +26,7 @@ from .errors import KVTierError
 from .key import NAMESPACE_BYTES, key_name, parse_key_name
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Callable, Iterator, Mapping
 
 RECORD_SUFFIX = ".kvt"
 TMP_FOLDER = "tmp"
@@ -88,6 +88,12 @@ class NamespaceInfo:
 def rank_folder(root: str, namespace: bytes, rank: int) -> str:
     """Return the folder of one namespace and rank."""
     return f"{root}/{namespace.hex()}/r{rank}"
+
+
+def place_of(folder: str) -> tuple[bytes, int]:
+    """Inverse of `rank_folder`: the namespace and rank of a folder."""
+    _, namespace, rank = folder.rsplit("/", 2)
+    return bytes.fromhex(namespace), int(rank[1:])
 
 
 def record_path(folder: str, key: bytes) -> str:
@@ -172,7 +178,12 @@ def _small_file(path: str) -> bytes:
 
 
 def iter_record_files(
-    root: str, namespace: bytes | None = None, rank: int | None = None, start: str = ""
+    root: str,
+    namespace: bytes | None = None,
+    rank: int | None = None,
+    start: str = "",
+    without: tuple[bytes, int] | None = None,
+    on_empty: Callable[[str], None] = lambda _: None,
 ) -> Iterator[RecordFile]:
     """Yield every file that is named like a record and lies where it belongs, ordered by name.
 
@@ -183,12 +194,17 @@ def iter_record_files(
         namespace: only this one, or None for all.
         rank: only this one, or None for all.
         start: only keys whose name begins so; looks only into folders where they can be.
+        without: not those of this namespace and rank.
+        on_empty: is told of folders in which nothing lies.
     """
+    left_out = None if without is None else rank_folder(root, *without)
     names = _listed(root, _NAMESPACE) if namespace is None else [namespace.hex()]
     for name in names:
         ranks = _listed(f"{root}/{name}", _RANK) if rank is None else [f"r{rank}"]
         for rank_name in ranks:
             folder = f"{root}/{name}/{rank_name}"
+            if folder == left_out:
+                continue
             for first in _listed(folder, _HEX2, start[:2]):
                 for second in _listed(f"{folder}/{first}", _HEX2, start[2:4]):
                     yield from _records_in(
@@ -196,15 +212,30 @@ def iter_record_files(
                         max(first + second, start, key=len),
                         bytes.fromhex(name),
                         int(rank_name[1:]),
+                        on_empty,
                     )
 
 
 def iter_tmp_files(root: str) -> Iterator[tuple[str, str, int]]:
-    """Yield (path, name, bytes) of every file being written, or left half-written."""
+    """Yield (path, name, bytes) of every file being written, or left half-written.
+
+    Their names begin with the mark of who writes them.
+    """
+    for path, entry, file_bytes, _ in _files(f"{root}/{CONTROL}"):
+        if entry.endswith(TMP_SUFFIX):
+            yield path, entry, file_bytes
     for name in _listed(root, _NAMESPACE):
         for rank_name in _listed(f"{root}/{name}", _RANK):
             for path, entry, file_bytes, _ in _files(f"{root}/{name}/{rank_name}/{TMP_FOLDER}"):
                 yield path, entry, file_bytes
+
+
+def iter_nameless_tmp_files(root: str) -> Iterator[tuple[str, float]]:
+    """Yield (path, time of the last write) of half-written small files that name no writer."""
+    for folder in (root, f"{root}/epochs", f"{root}/pins"):
+        for path, entry, _, written_at_s in _files(folder):
+            if entry.startswith(".") and entry.endswith(TMP_SUFFIX):
+                yield path, written_at_s
 
 
 def iter_quarantine(root: str) -> Iterator[tuple[str, int, float]]:
@@ -255,12 +286,16 @@ def _files(folder: str) -> Iterator[tuple[str, str, int, float]]:
         return
 
 
-def _records_in(folder: str, prefix: str, namespace: bytes, rank: int) -> list[RecordFile]:
+def _records_in(
+    folder: str, prefix: str, namespace: bytes, rank: int, on_empty: Callable[[str], None]
+) -> list[RecordFile]:
     """Return a folder's records, ordered by name; those that vanish meanwhile are left out."""
     found: list[RecordFile] = []
+    empty = True
     try:
         with os.scandir(folder) as entries:
             for entry in entries:
+                empty = False
                 name = entry.name
                 key = key_of_file(name) if name.startswith(prefix) else None
                 if key is None:
@@ -274,5 +309,7 @@ def _records_in(folder: str, prefix: str, namespace: bytes, rank: int) -> list[R
                 found.append(RecordFile(*place))
     except OSError:
         return found
+    if empty:
+        on_empty(folder)
     found.sort()
     return found

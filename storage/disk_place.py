@@ -38,16 +38,21 @@ def link_new(tmp: str, path: str) -> None:
     Raises:
         OSError: FileExistsError when something lies there.
     """
-    try:
-        os.link(tmp, path)
-    except (FileNotFoundError, NotADirectoryError):
-        clear_way(path)
-        make_folders(os.path.dirname(path))
-        os.link(tmp, path)
-    except OSError as error:
-        if error.errno not in _NO_LINKS:
-            raise
-        os.rename(tmp, path)  # what it replaces stays counted until the next walk
+    for last in (False, False, False, True):
+        try:
+            os.link(tmp, path)
+        except (FileNotFoundError, NotADirectoryError):
+            if last or not os.path.lexists(tmp):
+                raise
+            clear_way(path)
+            make_folders(os.path.dirname(path))  # until somebody tidies it up again
+        except OSError as error:
+            if error.errno not in _NO_LINKS:
+                raise
+            os.rename(tmp, path)  # what it replaces stays counted until the next walk
+            return
+        else:
+            return
 
 
 def clear_way(path: str) -> None:

@@ -22,6 +22,7 @@ The caller owns them and keeps them alive and unchanged until the call returns.
 """
 
 ALIGN_BYTES = 4096
+PROBE_KEY = b"\0" * 32 + b"\0"  # nobody's
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,6 +131,14 @@ class Tier(ABC):
     def quarantine(self, key: bytes, reason: str) -> None:  # noqa: ARG002
         """Take a damaged record out of sight (default: delete it)."""
         self.delete([key])
+
+    def probe(self) -> None:
+        """Find out whether the tier answers, as a read would (default: ask for a key).
+
+        Raises:
+            TierUnavailable: it does not.
+        """
+        self.contains_many([PROBE_KEY])
 
     @abstractmethod
     def scan(self) -> Iterator[RecordInfo]:

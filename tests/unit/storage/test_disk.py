@@ -5,10 +5,12 @@ import shutil
 import stat
 import subprocess
 import sys
+import threading
 import time
 
 import pytest
 
+from kvtier.storage import disk as disk_module
 from kvtier.storage.disk import DiskTier
 from kvtier.storage.errors import KVTierError, RecordError, RecordMissing, TierError, TierRefused
 from kvtier.storage.testing import (
@@ -341,6 +343,106 @@ def test_leftovers_are_swept(tmp_path):
     living.close()
 
 
+def test_every_small_temporary_file_has_a_sweeper(tmp_path):
+    """Whatever a killed process was about to rename goes; what somebody may still write stays."""
+    tier = open_tier(tmp_path)
+    fill(tier, [1])
+    tier.close()
+    dead = f"{os.getpid()}-00000000"
+    named = [tmp_path / ".kvtier" / f"{dead}-1.tmp"]
+    named.append(tmp_path / NAMESPACE.hex() / "r0" / "tmp" / "journal-4711.tmp")
+    nameless = [tmp_path / ".weights-abc.tmp", tmp_path / "pins" / ".0011.tmp"]
+    nameless.append(tmp_path / "epochs" / f".{'ab' * 16}.tmp")
+    young = [path.with_name(path.name.replace(".tmp", "-young.tmp")) for path in nameless]
+    for path in named + nameless + young:
+        path.parent.mkdir(exist_ok=True)
+        path.write_bytes(b"half")
+    for path in nameless:
+        os.utime(path, (time.time() - 3600, time.time() - 3600))
+    again = open_tier(tmp_path)
+    assert again.wait_complete(10)
+    assert sorted(files_ending(tmp_path, ".tmp")) == sorted(map(str, young))
+    again.close()
+
+
+KILLED = """
+import os, sys
+from kvtier.storage import disk_journal, disk_place
+from kvtier.storage.disk import DiskTier
+from kvtier.storage.testing import *
+
+class Deadly:
+    def __getattr__(self, name):
+        return getattr(os, name)
+
+    def rename(self, *args):
+        os._exit(7)
+
+disk_journal._ROTATE_BYTES = 200
+{"journal": disk_journal, "place": disk_place}[sys.argv[2]].os = Deadly()
+tier = DiskTier(sys.argv[1], NAMESPACE, 0, 1 << 30, poll_s=0.01)
+for number in range(60):
+    tier.put(spec_of(number), payload_of(number))
+"""
+
+
+@pytest.mark.parametrize("where", ["journal", "place"])
+def test_killed_between_writing_and_renaming(tmp_path, where):
+    """A small file whose writer was killed before it had its name is gone at the next start."""
+    tier = open_tier(tmp_path)
+    fill(tier, range(100, 103))
+    tier.close()
+    known = {".kvt", ".json", ""}
+    child = subprocess.run([sys.executable, "-c", KILLED, str(tmp_path), where], check=False)
+    assert child.returncode == 7
+    again = open_tier(tmp_path)
+    assert again.wait_complete(10)
+    left = [name for _, _, names in os.walk(tmp_path) for name in names]
+    assert [name for name in left if os.path.splitext(name)[1] not in known] == []
+    again.close()
+
+
+def test_its_own_records_are_known_before_the_others(tmp_path, monkeypatch):
+    """Who waits for the index does not wait until all other namespaces have been walked."""
+    from kvtier.storage.disk_keeper import Keeper
+
+    other = open_tier(tmp_path, namespace=OTHER_NAMESPACE)
+    fill(other, range(20))
+    other.close()
+    ours = open_tier(tmp_path)
+    fill(ours, range(5))
+    ours.close()
+    go, real = threading.Event(), Keeper._foreign
+
+    def late(self, count):
+        assert go.wait(20)
+        return real(self, count)
+
+    monkeypatch.setattr(Keeper, "_foreign", late)
+    again = open_tier(tmp_path)
+    seen = []
+    assert eventually(lambda: seen.append(again.changes()) or seen[-1].complete)
+    assert {key for news in seen for key in news.added} == {key_of(n) for n in range(5)}
+    assert not again.wait_complete(0)
+    go.set()
+    assert again.wait_complete(10)
+    assert eventually(lambda: again.used_bytes == held_bytes(tmp_path))
+    again.close()
+
+
+def test_a_disk_that_hangs_does_not_hold_up_the_constructor(tmp_path, monkeypatch):
+    """The engine's thread makes tiers: not one call to the file system is its own."""
+    go, made = threading.Event(), []
+    for name in ("make_folders", "write_small"):
+        monkeypatch.setattr(disk_module, name, lambda *_: go.wait(20))
+    thread = threading.Thread(target=lambda: made.append(open_tier(tmp_path)))
+    thread.start()
+    thread.join(10)
+    assert made
+    go.set()
+    made[0].close()
+
+
 def test_rubbish_in_the_directory(tmp_path):
     """Foreign files and folders are neither touched nor tripped over."""
     keep = [
@@ -381,7 +483,6 @@ def test_constructor_does_not_wait(tmp_path):
 
 def test_closed_tier_leaves_nothing(tmp_path):
     """Many opens and closes leave no descriptors, threads or files behind."""
-    import threading
 
     def cycle():
         tier = open_tier(tmp_path)
@@ -443,4 +544,90 @@ def test_cap_holds_for_all_processes_together(tmp_path):
     tier = open_tier(tmp_path, cap)
     assert tier.wait_complete(10)
     assert tier.used_bytes == held_bytes(tmp_path)
+    tier.close()
+
+
+def age(root, seconds):
+    """Let everything below have been left alone for so long."""
+    then_s = time.time() - seconds
+    for folder, _, files in os.walk(root, topdown=False):
+        for name in files:
+            os.utime(f"{folder}/{name}", (then_s, then_s))
+        os.utime(folder, (then_s, then_s))
+
+
+def test_folders_of_records_that_are_gone_go_too(tmp_path):
+    """A thousand clears leave no thousand trees of empty folders; what is in use stays."""
+    for number in range(8):
+        tier = open_tier(tmp_path, namespace=bytes([number]) * 16)
+        fill(tier, range(5))
+        if number:
+            tier.clear()
+        tier.close()
+    kept = tmp_path / (b"\1" * 16).hex() / "r0" / "notes.txt"
+    kept.write_text("somebody's")
+    age(tmp_path, 90_000)
+    young = open_tier(tmp_path, namespace=b"\7" * 16)
+    assert young.wait_complete(10)
+    fill(young, [9])
+    young.clear()
+    young.close()
+    tier = open_tier(tmp_path)
+    fill(tier, range(5))
+    assert tier.wait_complete(10)
+
+    def left():
+        return {name for name in os.listdir(tmp_path) if len(name) == 32}
+
+    gone = [tmp_path / (bytes([n]) * 16).hex() for n in range(2, 7)]
+    assert eventually(lambda: all(set(os.listdir(d / "r0")) <= {"tmp", "journal"} for d in gone))
+    tier.close()
+    for folder in gone:
+        age(folder, 90_000)  # nobody came for a day
+    tier = open_tier(tmp_path)
+    wanted = {bytes([n]) * 16 for n in (0, 1, 7)} | {NAMESPACE}
+    assert eventually(lambda: left() == {namespace.hex() for namespace in wanted})
+    assert kept.exists()
+    assert there(tier, range(5)) == list(range(5))
+    first = open_tier(tmp_path, namespace=bytes(16))
+    assert there(first, range(5)) == list(range(5))
+    fill(young := open_tier(tmp_path, namespace=b"\7" * 16), [11])
+    fill(again := open_tier(tmp_path, namespace=b"\3" * 16), [12])
+    assert (there(young, [11]), there(again, [12])) == ([11], [12])
+    for one in (tier, first, young, again):
+        one.close()
+
+
+def test_folders_vanish_under_every_write(tmp_path, monkeypatch):
+    """Somebody tidies up between making a folder and using it: it is stored all the same."""
+    from kvtier.storage import disk_place
+
+    real, times = disk_place.make_folders, []
+
+    def undone(path):
+        real(path)
+        if len(times) < 2:
+            times.append(path)
+            os.rmdir(path)
+
+    tier = open_tier(tmp_path)
+    fill(tier, [1])
+    monkeypatch.setattr(disk_place, "make_folders", undone)
+    fill(tier, [2])
+    assert len(times) == 2
+    assert there(tier, [1, 2]) == [1, 2]
+    tier.close()
+
+
+def test_records_removed_behind_our_back_are_counted_off(tmp_path):
+    """Somebody removes all files of a full store: the next save finds the room that is there."""
+    tier = open_tier(tmp_path, capacity=4 * RECORD)
+    assert tier.wait_complete(10)
+    fill(tier, range(4))
+    for path in files_ending(tmp_path, ".kvt"):
+        os.unlink(path)
+    fill(tier, [9])
+    fill(tier, range(10, 13))
+    assert there(tier, [9, 10, 11, 12]) == [9, 10, 11, 12]
+    assert held_bytes(tmp_path) == 4 * RECORD
     tier.close()

@@ -338,3 +338,33 @@ def test_records_are_read_in_pieces(tmp_path, monkeypatch, piece):
     assert caught.value.reason is DamageReason.TRUNCATED
     monkeypatch.undo()
     tier.close()
+
+
+def test_probe(tmp_path, monkeypatch):
+    """A probe fails as a read would: no descriptors, no root, a disk that gives errors."""
+    import resource
+
+    tier = open_tier(tmp_path / "store")
+    tier.probe()  # nothing there yet
+    fill(tier, [1, 2])
+    tier.probe()
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (3, hard))
+    try:
+        with pytest.raises(TierUnavailable):
+            tier.probe()
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    with monkeypatch.context() as patch:
+        Failing(patch, "preadv", errno.EIO, times=1000)
+        with pytest.raises(TierUnavailable):
+            tier.probe()
+    for number in (1, 2):  # damage is the record's, not the tier's
+        os.truncate(file_of(tmp_path / "store", number), 100)
+    tier.probe()
+    os.rename(tmp_path / "store", tmp_path / "away")
+    tier.probe()
+    (tmp_path / "store").write_bytes(b"a file")
+    with pytest.raises(TierUnavailable):
+        tier.probe()
+    tier.close()
