@@ -5,7 +5,7 @@ Scheduler thread only.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -131,10 +131,10 @@ class LoadPlanner:
             out[source] = out.get(source, 0) + left
         return {source: n for source, n in out.items() if n}
 
-    def bytes_by_source(self, job: LoadJob) -> dict[str, int]:
-        """Return the bytes that a load moves, by source (rank 0's sizes)."""
+    def bytes_by_source(self, chunks: Iterable[LoadChunk]) -> dict[str, int]:
+        """Return the bytes that a load of ``chunks`` moves, by source (rank 0's sizes)."""
         out: dict[str, int] = {}
-        for chunk in job.chunks:
+        for chunk in chunks:
             size = self._geometry.group(chunk.group).padded_block_bytes
             out[chunk.source] = out.get(chunk.source, 0) + chunk.n_blocks * size
         return out

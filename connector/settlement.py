@@ -87,11 +87,13 @@ class Settlement:
         tracker = self.trackers.get(outcome.job.request_id)
         if tracker is not None and tracker.load_job == outcome.job.job_id:
             tracker.load_job = None
+            took_s = self.clock() - tracker.load_began_s
             if outcome.ok:
-                took_s = self.clock() - tracker.load_began_s
-                self.gate.note_load(self.load_plans.bytes_by_source(outcome.job), took_s)
+                self.gate.note_load(self.load_plans.bytes_by_source(outcome.job.chunks), took_s)
             else:
                 note_failure(tracker, outcome)
+                late = [c for c, status in _chunks(outcome) if status is ChunkStatus.DEADLINE]
+                self.gate.note_late(self.load_plans.bytes_by_source(late), took_s)
         if not outcome.ok:
             self.counts.add("loads_failed")
             self._forget_lost(outcome)

@@ -23,6 +23,10 @@ class BreakerState(str, Enum):
 class Breaker:
     """Opens after ``threshold`` failures in a row; backs off from min to max, doubling.
 
+    One that opens again soon after a probe had closed it goes on backing off: what answers
+    probes and nothing else is asked, and told of, less and less often. A probe that has not
+    ended after the longest back-off counts as lost, and another one follows.
+
     Args:
         on_change: called with (open, reason) at each change, outside the lock,
             on the thread that caused it.
@@ -47,6 +51,8 @@ class Breaker:
         self._backoff_s = min_backoff_s
         self._open_until_s: float | None = None
         self._probing = False
+        self._probed_at_s = 0.0
+        self._closed_at_s: float | None = None  # by a probe, the last time
 
     @property
     def state(self) -> BreakerState:
@@ -54,7 +60,7 @@ class Breaker:
         with self._lock:
             if self._open_until_s is None:
                 return BreakerState.CLOSED
-            waiting = self._probing or self._clock() < self._open_until_s
+            waiting = self._is_probing() or self._clock() < self._open_until_s
             return BreakerState.OPEN if waiting else BreakerState.HALF_OPEN
 
     @property
@@ -68,10 +74,13 @@ class Breaker:
             return False
         with self._lock:
             due = self._open_until_s is not None and self._clock() >= self._open_until_s
-            if not due or self._probing:
+            if not due or self._is_probing():
                 return False
-            self._probing = True
+            self._probing, self._probed_at_s = True, self._clock()
             return True
+
+    def _is_probing(self) -> bool:
+        return self._probing and self._clock() - self._probed_at_s < self._max_backoff_s
 
     def success(self) -> None:
         """Record an answer; closes the breaker."""
@@ -82,7 +91,8 @@ class Breaker:
             self._failures = 0
             self._probing = False
             self._open_until_s = None
-            self._backoff_s = self._min_backoff_s
+            if was_open:
+                self._closed_at_s = self._clock()
         if was_open:
             self._on_change(False, "answers again")
 
@@ -98,7 +108,7 @@ class Breaker:
                 return
             if self._failures < self._threshold:
                 return
-            self._open_until_s = self._clock() + self._backoff_s
+            self._open()
         self._on_change(True, reason)
 
     def trip(self, reason: str) -> None:
@@ -107,6 +117,17 @@ class Breaker:
             self._failures = max(self._failures, self._threshold)
             was_open = self._open_until_s is not None
             self._probing = False
-            self._open_until_s = self._clock() + self._backoff_s
+            if was_open:
+                self._open_until_s = self._clock() + self._backoff_s
+            else:
+                self._open()
         if not was_open:
             self._on_change(True, reason)
+
+    def _open(self) -> None:
+        """Open, for longer than the last time where that was a moment ago."""
+        now_s = self._clock()
+        again = self._closed_at_s is not None and now_s - self._closed_at_s < self._max_backoff_s
+        longer_s = min(self._backoff_s * 2, self._max_backoff_s)
+        self._backoff_s = longer_s if again else self._min_backoff_s
+        self._open_until_s = now_s + self._backoff_s

@@ -17,6 +17,8 @@ logger = logging.getLogger("kvtier.lanes")
 
 Task = Callable[[], None]
 
+_HELPER = -1  # the number of the thread that helps out
+
 SPARE_PATIENCE_S = 60.0  # whoever offers spare tasks holds something until they have run
 
 
@@ -53,18 +55,19 @@ class Lane:
         self._closed = False
         self._n_started = 0
         self._threads: dict[int, threading.Thread] = {}
+        self._helping = False
         with self._cond:
             for _ in range(n_threads):
                 self._start_thread()
 
     def _start_thread(self) -> None:
         number = self._n_started
-        self._n_started += 1
         thread = threading.Thread(
             target=self._run, args=(number,), name=f"kvtier-{self.name}-{number}", daemon=True
         )
-        self._threads[number] = thread
         thread.start()
+        self._n_started += 1
+        self._threads[number] = thread
 
     @property
     def queued_bytes(self) -> int:
@@ -142,8 +145,49 @@ class Lane:
                     if len(self._stuck) >= self._max_stuck:
                         return False
                     self._stuck.add(number)
-                    self._start_thread()
+                    try:
+                        self._start_thread()
+                    except RuntimeError:  # the system has no thread left: later, perhaps
+                        self._stuck.discard(number)
+                        return False
             return len(self._stuck) < self._max_stuck
+
+    def help_while(self, condition: Callable[[], bool]) -> None:
+        """Run what waits on one more thread for as long as ``condition`` holds. Never blocks.
+
+        For a lane whose tasks do nothing but report meanwhile, and whose threads may all hang.
+        """
+        with self._cond:
+            if self._closed or self._helping or not (self._queue or self._spare):
+                return
+            thread = threading.Thread(
+                target=self._help, args=(condition,), name=f"kvtier-{self.name}-help", daemon=True
+            )
+            try:
+                thread.start()
+            except RuntimeError:
+                return  # the system has no thread left: later, perhaps
+            self._helping = True
+            self._threads[_HELPER] = thread
+
+    def _help(self, condition: Callable[[], bool]) -> None:
+        try:
+            while condition():
+                with self._cond:
+                    if not (self._queue or self._spare):
+                        return
+                    task, n_bytes = self._next()
+                try:
+                    task()
+                except Exception:
+                    logger.exception("kvtier: a %s task failed unexpectedly", self.name)
+                finally:
+                    with self._cond:
+                        self._queued_bytes -= n_bytes
+        finally:
+            with self._cond:
+                self._helping = False
+                self._threads.pop(_HELPER, None)
 
     def close(self) -> list[Task]:
         """Refuse new tasks and return those that had not started. Does not wait."""

@@ -29,8 +29,8 @@ from .tier import Buffers, RecordSpec, Tier, TierChanges
 
 logger = logging.getLogger("kvtier.tier")
 
-_MAX_FOREIGN = 1 << 16
-_PROBE_KEY = b"\0" * 32 + b"\0"
+CLOSE_S = 6.0  # for a tier to give everything back
+_MAX_DISTRUSTED = 1 << 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,8 +64,9 @@ class TierLink:
         self._counts = counts
         self._clock = clock
         self._closing = False
-        self._foreign_lock = threading.Lock()
-        self._foreign: dict[bytes, None] = {}  # records whose encryption key we do not have
+        self._distrust_lock = threading.Lock()
+        # Records that are there and must not count as such: the next save replaces them.
+        self._distrusted: dict[bytes, None] = {}
         backoff = {"min_backoff_s": limits.min_backoff_s, "max_backoff_s": limits.max_backoff_s}
         self.breaker = Breaker(clock, self._on_outage, threshold=limits.failures_to_open, **backoff)
         self.write_breaker = Breaker(clock, self._on_refusal, threshold=1, **backoff)
@@ -117,8 +118,11 @@ class TierLink:
         else:
             logger.warning("kvtier: tier %s takes saves again", self.name)
 
-    def load(self, spec: RecordSpec, into: Buffers) -> ChunkStatus:
-        """Read one verified record; on a lane's thread. A damaged one is quarantined."""
+    def load(self, spec: RecordSpec, into: Buffers, slow_s: float = float("inf")) -> ChunkStatus:
+        """Read one verified record; on a lane's thread. A damaged one is quarantined.
+
+        One that took longer than ``slow_s`` counts against the tier.
+        """
         if not self.online:
             return ChunkStatus.TIER_DOWN
         begin_s = self._clock()
@@ -141,11 +145,19 @@ class TierLink:
             self._counts.add(f"load_failed_chunks.{self.name}.unexpected")
             self.breaker.failure(repr(err))
             return ChunkStatus.TIER_DOWN
-        self.breaker.success()
+        took_s = self._clock() - begin_s
+        if took_s > slow_s:
+            self.breaker.failure(f"one record took {took_s:.1f} s")
+        else:
+            self.breaker.success()
         self._counts.add(f"load_bytes.{self.name}", n_bytes)
         self._counts.add(f"load_chunks.{self.name}")
-        self._counts.add(f"load_s.{self.name}", self._clock() - begin_s)
+        self._counts.add(f"load_s.{self.name}", took_s)
         return ChunkStatus.OK
+
+    def late(self) -> None:
+        """A request has given up on a read that is still under way. Never blocks."""
+        self.breaker.failure("reads do not come back in time")
 
     def _damaged(self, key: bytes, error: RecordDamaged) -> ChunkStatus:
         """Take a damaged record out of sight, but not one that only lacks our encryption key.
@@ -153,28 +165,39 @@ class TierLink:
         Such a one may be another engine's: it stays until a save of ours takes its place.
         """
         if error.reason is not DamageReason.KEY:
+            self._distrust(key)
             self.discard(key, str(error))
             return ChunkStatus.DAMAGED
-        with self._foreign_lock:
-            self._foreign[key] = None
-            if len(self._foreign) > _MAX_FOREIGN:
-                del self._foreign[next(iter(self._foreign))]
+        self._distrust(key)
         return ChunkStatus.MISSING
 
+    def _distrust(self, key: bytes) -> None:
+        with self._distrust_lock:
+            self._distrusted[key] = None
+            if len(self._distrusted) > _MAX_DISTRUSTED:
+                del self._distrusted[next(iter(self._distrusted))]
+
+    def _trust(self, key: bytes) -> None:
+        with self._distrust_lock:
+            self._distrusted.pop(key, None)
+
     def discard(self, key: bytes, reason: str) -> None:
-        """Take a bad record out of sight; best effort."""
+        """Take a bad record out of sight; where that fails, the next save takes its place."""
         try:
             self.tier.quarantine(key, reason)
+            self._trust(key)
         except Exception as err:  # noqa: BLE001 - the record stays forgotten by the catalog
             logger.debug("kvtier: quarantine failed: %r", err)
             self._counts.add(f"quarantine_failed.{self.name}")
 
     def condemn(self, key: bytes, reason: str) -> None:
         """Take a record out of sight that reads well but is known to be wrong. Never blocks."""
+        self._distrust(key)
         self.load_lane.offer(partial(self._condemn, key, reason))
 
     def _condemn(self, key: bytes, reason: str) -> None:
-        if not self._closing:  # a task handed back asks the tier nothing
+        # A task handed back asks the tier nothing; a save may have been quicker.
+        if not self._closing and key in self._distrusted:
             self.discard(key, reason)
 
     def save(self, spec: RecordSpec, payload: Buffers) -> bool:
@@ -199,9 +222,8 @@ class TierLink:
 
     def _put(self, spec: RecordSpec, payload: Buffers) -> bool:
         try:
-            self.tier.put(spec, payload, replace=spec.key in self._foreign)
-            with self._foreign_lock:
-                self._foreign.pop(spec.key, None)
+            self.tier.put(spec, payload, replace=spec.key in self._distrusted)
+            self._trust(spec.key)
         except RecordRefused:
             self._counts.add(f"save_dropped_chunks.{self.name}.refused")
             self.breaker.success()
@@ -260,12 +282,15 @@ class TierLink:
             self.breaker.trip("too many reads or writes never came back")
         if self.breaker.take_probe() and not self.save_lane.offer(self._probe):
             self.breaker.failure("no thread is free to probe")
+        if not self.breaker.closed:
+            for lane in (self.load_lane, self.save_lane):
+                lane.help_while(lambda: not self.breaker.closed)
 
     def _probe(self) -> None:
         if self._closing:
             return
         try:
-            self.tier.contains_many([_PROBE_KEY])
+            self.tier.probe()
         except Exception as err:  # noqa: BLE001 - whatever it is, the tier stays off
             self.breaker.failure(str(err))
         else:
@@ -279,4 +304,18 @@ class TierLink:
                 task()  # the link is offline: the task only reports
         for lane in (self.load_lane, self.save_lane):
             lane.join(stop_s)
-        self.tier.close()
+        # A tier that hangs hangs in its own close, too.
+        closing = threading.Thread(
+            target=self._close_tier, name=f"kvtier-{self.name}-close", daemon=True
+        )
+        try:
+            closing.start()
+        except RuntimeError:
+            return  # no thread left: the process's end closes it
+        closing.join(CLOSE_S)
+
+    def _close_tier(self) -> None:
+        try:
+            self.tier.close()
+        except Exception as err:  # noqa: BLE001 - nobody can do anything about it any more
+            logger.debug("kvtier: tier %s: close failed: %r", self.name, err)

@@ -113,20 +113,17 @@ class LoadRunner:
                 return
             pages = chunk.pages
             if pages is None:
-                wait_s = state.deadline_at_s - self._clock() if need is Need.LOAD else 0.0
-                slot = self._staging.take(wait_s)
+                slot, status = self._take_slot(state, i, need, link)
                 if slot is None:
-                    if need is Need.LOAD:
-                        status = ChunkStatus.DEADLINE
                     return
-                if state.need(i) is Need.NOTHING:
-                    return  # closed while it waited; at shutdown the pages are gone
                 pages = slot[: chunk.n_blocks]
             used_bytes = self._block_bytes[chunk.group]
             spec = RecordSpec(
                 chunk.key, chunk.start_tokens, chunk.end_tokens, chunk.n_blocks * used_bytes
             )
-            status = link.load(spec, self._pages.buffers(pages, used_bytes))
+            state.reading[i] = link
+            status = link.load(spec, self._pages.buffers(pages, used_bytes), state.job.deadline_s)
+            state.reading.pop(i, None)
             if status is not ChunkStatus.OK:
                 return
             if chunk.pages is not None:
@@ -140,9 +137,25 @@ class LoadRunner:
             finally:
                 state.end_copy()
         finally:
+            state.reading.pop(i, None)
             if slot is not None:
                 self._staging.give(slot)
             state.finish(i, status)
+
+    def _take_slot(
+        self, state: LoadState, i: int, need: Need, link: TierLink
+    ) -> tuple[Ids | None, ChunkStatus]:
+        """Return pages to read into; or none, and how the chunk has ended."""
+        if not link.online:
+            return None, ChunkStatus.TIER_DOWN  # before it waits for a slot in vain
+        wait_s = state.deadline_at_s - self._clock() if need is Need.LOAD else 0.0
+        slot = self._staging.take(wait_s)
+        if slot is None:
+            return None, ChunkStatus.DEADLINE if need is Need.LOAD else ChunkStatus.CANCELLED
+        if state.need(i) is Need.NOTHING:  # closed meanwhile; at shutdown the pages are gone
+            self._staging.give(slot)
+            return None, ChunkStatus.CANCELLED
+        return slot, ChunkStatus.CANCELLED
 
     def _copy_in(
         self, chunks: list[LoadChunk], pages: Sequence[Ids | None], after: Any

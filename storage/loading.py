@@ -19,8 +19,12 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from enum import Enum
+from typing import TYPE_CHECKING
 
 from .jobs import ChunkStatus, Event, LoadDone, LoadJob, LoadRetired
+
+if TYPE_CHECKING:
+    from .link import TierLink
 
 _LOST = frozenset({ChunkStatus.MISSING, ChunkStatus.DAMAGED})
 
@@ -61,6 +65,7 @@ class LoadState:
         self._lost_late: list[int] = []
         self._left = n  # chunks whose task has not ended
         self._copies = 0  # copies to the device under way
+        self.reading: dict[int, TierLink] = {}  # chunks that a tier is being read for
         self._first_bad = n  # the request needs nothing after a failed chunk
         self._checking = True  # but what is there is checked, unless the tier itself fails
         self._closed_as: ChunkStatus | None = None

@@ -204,6 +204,8 @@ class Transfer:
         for state in self._loads.values():
             if now_s > state.deadline_at_s and state.close(ChunkStatus.DEADLINE):
                 self.counts.add("load_deadline_missed")
+                for link in set(state.reading.copy().values()):
+                    link.late()
         for job_id in [j for j, s in self._saves.items() if s.retired]:
             del self._saves[job_id]
         if now_s >= self._news_at_s:

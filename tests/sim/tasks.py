@@ -105,7 +105,7 @@ class Lane:
         self._busy: dict[int, float] = {}
         self._stuck: set[int] = set()
         self._number = 0
-        self._closed = False
+        self._closed = self._helping = False
         self.queued_bytes = 0
         self.tasks.lanes.append(self)
 
@@ -150,6 +150,22 @@ class Lane:
                     return False
                 self._stuck.add(number)
         return len(self._stuck) < self._max_stuck
+
+    def help_while(self, condition):
+        if self._closed or self._helping or not (self._queue or self._spare):
+            return
+        self._helping = True
+
+        def run():
+            while condition() and (self._queue or self._spare):
+                task, n_bytes = (self._queue or self._spare).popleft()
+                try:
+                    task()
+                finally:
+                    self.queued_bytes -= n_bytes
+            self._helping = False
+
+        self.tasks.start(run, f"{self.name}-help")
 
     def close(self):
         self._closed = True

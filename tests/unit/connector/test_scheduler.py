@@ -618,3 +618,21 @@ def test_groups_load_together():
     job = the_load(half)
     assert [c.group for c in job.chunks] == [0, 1]
     assert [c.blocks.tolist() for c in job.chunks] == [[1, 2, 3, 4], [5, 6, 7, 8]]
+
+
+def test_a_tier_that_misses_deadlines_is_not_waited_for_by_others():
+    """The gate learns from loads that were given up, not only from those that ended."""
+    half, request = stored(load_policy="auto")
+    for _ in range(4):  # a step of 1000 tokens takes a second
+        half.half.gate.note_step(half.clock(), 1000)
+        half.clock.advance(1.0)
+    tokens, _ = half.half.lookup(request, 0)
+    assert tokens
+    half.admit(request, tokens)
+    (job,) = half.plan().loads
+    half.clock.advance(5.0)
+    half.load_ends(job, *[ChunkStatus.DEADLINE] * len(job.chunks))
+    other = request_of("other", request.num_tokens)
+    assert half.half.lookup(other, 0) == (0, False)
+    half.half.admitted(other, half.kv_blocks(half.table(other, 64)), 0)
+    assert half.half.take_counts()["misses.gate"] == 1

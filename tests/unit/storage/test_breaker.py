@@ -83,7 +83,7 @@ def test_failed_probes_back_off(breaker, clock, changes):
 
 
 def test_a_good_probe_closes(breaker, clock, changes):
-    """An answer closes the breaker and resets the back-off."""
+    """An answer closes the breaker; once it has stayed closed, the back-off starts anew."""
     open_it(breaker)
     clock.advance(1.0)
     assert breaker.take_probe()
@@ -93,6 +93,7 @@ def test_a_good_probe_closes(breaker, clock, changes):
     breaker.success()
     assert breaker.state is BreakerState.CLOSED
     assert changes == [(True, "no answer"), (False, "answers again")]
+    clock.advance(4.0)
     open_it(breaker)
     clock.advance(1.0)
     assert breaker.take_probe()
@@ -117,3 +118,35 @@ def test_trip(breaker, clock, changes):
     clock.advance(0.1)
     assert breaker.take_probe()
     assert changes == [(True, "hangs")]
+
+
+def test_what_answers_probes_and_nothing_else(breaker, clock, changes):
+    """Opening again right after a probe backs off further: few tries, few lines, no flapping."""
+    waits = []
+    for _ in range(6):
+        open_it(breaker)
+        began_s = clock()
+        while not breaker.take_probe():
+            clock.advance(0.25)
+        waits.append(clock() - began_s)
+        breaker.success()
+    assert waits == [1.0, 2.0, 4.0, 4.0, 4.0, 4.0]
+    clock.advance(4.0)
+    breaker.trip("hangs")
+    clock.advance(1.0)
+    assert breaker.take_probe()
+
+
+def test_a_probe_that_never_comes_back(breaker, clock):
+    """It is given up after the longest back-off, and the next one closes the breaker."""
+    open_it(breaker)
+    clock.advance(1.0)
+    assert breaker.take_probe()
+    clock.advance(3.9)
+    assert not breaker.take_probe()
+    assert breaker.state is BreakerState.OPEN
+    clock.advance(0.2)
+    assert breaker.take_probe()
+    assert not breaker.take_probe()
+    breaker.success()
+    assert breaker.closed

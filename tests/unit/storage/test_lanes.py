@@ -196,3 +196,64 @@ def test_join_gives_up(lanes, clock):
     assert not lane.join(clock() - 1.0)
     stuck.go.set()
     assert lane.join(clock() + WAIT_S)
+
+
+def test_help_while_all_threads_are_stuck(lanes, clock):
+    """What waits behind stuck threads is run by one more, as long as that is wanted."""
+    lane, stuck = lanes(1, clock, max_stuck=1), Held()
+    lane.offer(stuck)
+    assert stuck.began.wait(WAIT_S)
+    wanted, ran = [True], []
+    lane.help_while(lambda: wanted[0])  # nothing waits: no thread is begun
+    assert [t.name for t in threading.enumerate() if t.name.endswith("-help")] == []
+    for n in range(3):
+        lane.offer(lambda n=n: ran.append(n), 10, spare=n == 0)
+    lane.offer(lambda: wanted.clear() or wanted.append(False), 10)
+    lane.offer(lambda: ran.append("left"), 10)
+    lane.help_while(lambda: wanted[0])
+    for _ in range(2000):
+        if not wanted[0] and not any(t.name.endswith("-help") for t in threading.enumerate()):
+            break
+        threading.Event().wait(0.005)
+    assert ran == [1, 2]  # a spare task comes last, and the rest was not wanted any more
+    assert lane.queued_bytes == 20
+    stuck.go.set()
+    assert settled(lane)
+    assert ran == [1, 2, "left", 0]
+    assert lane.queued_bytes == 0
+
+
+def test_help_survives_a_task_that_raises(lanes, clock, caplog):
+    """Like any of the lane's threads."""
+    lane, stuck, ran = lanes(1, clock), Held(), threading.Event()
+    lane.offer(stuck)
+    assert stuck.began.wait(WAIT_S)
+    lane.offer(lambda: 1 / 0, 5)
+    lane.offer(ran.set)
+    lane.help_while(lambda: True)
+    assert ran.wait(WAIT_S)
+    assert "failed unexpectedly" in caplog.text
+    stuck.go.set()
+    assert settled(lane)
+    assert lane.queued_bytes == 0
+
+
+def test_a_system_without_threads(lanes, clock, monkeypatch):
+    """Where no thread can be begun the lane says that too many are stuck, and raises nothing."""
+    lane, stuck, ran = lanes(1, clock, hang_s=5.0), Held(), threading.Event()
+    lane.offer(stuck)
+    assert stuck.began.wait(WAIT_S)
+    lane.offer(ran.set)
+    clock.advance(6.0)
+
+    def refuse(_):
+        raise RuntimeError("can't start new thread")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", refuse)
+        assert not lane.poll()
+        lane.help_while(lambda: True)
+    assert lane.poll()
+    assert ran.wait(WAIT_S)
+    stuck.go.set()
+    assert settled(lane)

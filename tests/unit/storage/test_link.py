@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import logging
+import threading
+import time
 
 import pytest
 
+from kvtier.storage import link as link_module
 from kvtier.storage.breaker import BreakerState
 from kvtier.storage.counts import Counts
 from kvtier.storage.errors import (
@@ -128,11 +131,89 @@ def test_save_faults(link, tier, counts, error, name):
 
 
 def test_a_quarantine_that_fails(link, tier, counts):
-    """A damaged record that cannot be moved away is counted, nothing more."""
+    """A damaged record that cannot be moved away is counted, and replaced by the next save."""
     tier.errors["get"] = RecordDamaged(DamageReason.PAYLOAD, "x")
     tier.errors["quarantine"] = OSError("read-only")
     assert link.load(SPEC, page()) is ChunkStatus.DAMAGED
     assert counts.take()["quarantine_failed.disk"] == 1
+    for _ in range(2):
+        assert link.save(SPEC, page())
+    assert tier.replaced == [SPEC.key]
+
+
+def test_a_damaged_record_that_is_gone_needs_no_replacing(link, tier):
+    """After quarantine the next save is one like any other."""
+    tier.errors["get"] = RecordDamaged(DamageReason.PAYLOAD, "x")
+    assert link.load(SPEC, page()) is ChunkStatus.DAMAGED
+    assert link.save(SPEC, page())
+    assert tier.replaced == []
+
+
+def test_a_condemned_record_is_never_taken_for_the_save_s_own(link, tier):
+    """A save that comes before the condemned record is gone replaces it, and is left in peace."""
+    gate = tier.gates["get"]
+    gate.shut()
+    for _ in range(LinkLimits().load_threads):
+        link.load_lane.offer(lambda: link.load(SPEC, page()))
+    gate.wait_came(LinkLimits().load_threads)
+    link.condemn(SPEC.key, "audit")
+    assert link.save(SPEC, page())
+    assert tier.replaced == [SPEC.key]
+    gate.open()
+    until(lambda: link.load_lane.idle)
+    assert tier.quarantined == []
+    link.condemn(SPEC.key, "audit")
+    until(lambda: tier.quarantined)
+
+
+def test_slow_reads_open_the_breaker(link, tier, clock, counts):
+    """Records that come later than anybody waits for them count against the tier."""
+    tier.records[SPEC.key] = bytes(PAGE)
+    real = tier._pass
+
+    def slow(verb):
+        clock.advance(3.0)
+        real(verb)
+
+    tier._pass = slow
+    for _ in range(2):
+        assert link.online
+        assert link.load(SPEC, page(), slow_s=2.0) is ChunkStatus.OK
+    assert not link.online
+    assert counts.take()["breaker_opened.disk"] == 1
+
+
+def test_a_slow_read_among_quick_ones(link, tier, clock):
+    """One late record now and then is no outage."""
+    tier.records[SPEC.key] = bytes(PAGE)
+    for _ in range(5):
+        link.late()
+        assert link.load(SPEC, page(), slow_s=2.0) is ChunkStatus.OK
+    assert link.online
+
+
+def test_what_waits_behind_hung_threads_is_told(tier, counts, clock):
+    """Once the tier is off nobody waits for a thread that may never come back."""
+    link = TierLink(tier, counts, clock, LinkLimits(load_threads=1, save_threads=1))
+    tier.gates["get"].shut()
+    tier.gates["put"].shut()
+    link.load_lane.offer(lambda: link.load(SPEC, page()))
+    link.save_lane.offer(lambda: link.save(SPEC, page()))
+    tier.gates["get"].wait_came(1)
+    tier.gates["put"].wait_came(1)
+    told = []
+    link.load_lane.offer(lambda: told.append(link.load(SPEC, page())))
+    link.save_lane.offer(lambda: told.append(link.save(SPEC, page())))
+    link.breaker.trip("all threads hang")
+    link.poll()
+    end_s = time.monotonic() + WAIT_S / 4  # long before the gates let go by themselves
+    while len(told) < 2:
+        assert time.monotonic() < end_s, told
+        time.sleep(0.005)
+    assert set(told) == {ChunkStatus.TIER_DOWN, False}
+    tier.gates["get"].open()
+    tier.gates["put"].open()
+    link.close(clock() + WAIT_S)
 
 
 def test_a_full_tier_goes_on_reading(link, tier, counts, clock, caplog):
@@ -302,3 +383,15 @@ def until(condition):
             return
         threading.Event().wait(0.005)
     raise AssertionError("it never happened")
+
+
+def test_close_of_a_tier_that_hangs_or_raises(tier, counts, clock, monkeypatch):
+    """Shutdown does not wait for a disk that never answers, nor ends with its exception."""
+    monkeypatch.setattr(link_module, "CLOSE_S", 0.05)
+    go = threading.Event()
+    for close in (lambda: go.wait(WAIT_S), lambda: 1 / 0):
+        tier.close = close
+        began_s = time.monotonic()
+        TierLink(tier, counts, clock, LinkLimits()).close(clock() + 1.0)
+        assert time.monotonic() - began_s < WAIT_S / 4
+    go.set()

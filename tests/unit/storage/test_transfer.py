@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 
 import pytest
 
@@ -300,6 +301,81 @@ def test_deadline_while_a_read_hangs(bench, pages):
     assert retired.filled == bytes([pages is not None])
     assert bench.mover.blocks == {}
     assert bench.mover.load_gate.came == 0
+
+
+def test_missed_deadlines_open_the_breaker(benches):
+    """Loads that are given up while their reads hang: after a few, nobody waits for that tier."""
+    bench = benches(load_threads=8, failures_to_open=3)
+    for n in range(4):
+        keep(bench, n, n)
+    gate = bench.tier.gates["get"]
+    gate.shut()
+    for n in range(3):
+        assert bench.transfer.links["disk"].online
+        bench.load(load_chunk(n, [n], [10 + n]), deadline_s=1.0)
+        gate.wait_came(n + 1)
+        bench.clock.advance(1.5)
+        bench.transfer.poll()
+    assert not bench.transfer.links["disk"].online
+    done, _ = bench.ended(bench.load(load_chunk(3, [3], [13])))
+    assert statuses(done) == [ChunkStatus.TIER_DOWN]
+    gate.open()
+
+
+def test_a_load_that_only_waited_its_turn_is_not_the_tier_s_fault(benches):
+    """Past the deadline in the queue, with no read of its own under way: an overload, no outage."""
+    bench = benches(load_threads=1, failures_to_open=2)
+    keep(bench, 1, 1)
+    gate = bench.tier.gates["get"]
+    gate.shut()
+    bench.load(load_chunk(1, [5], [10]), deadline_s=100.0)
+    gate.wait_came(1)
+    for n in range(4):
+        bench.load(load_chunk(1, [6 + n], [11 + n]), deadline_s=1.0)
+    bench.clock.advance(1.5)
+    bench.transfer.poll()
+    assert bench.transfer.links["disk"].online
+    gate.open()
+
+
+def test_pages_of_loads_behind_hung_reads_come_back(benches):
+    """With every thread and slot stuck, loads that wait are over once the tier is off."""
+    bench = benches(load_threads=2, staging_pages=2, slot_pages=1)
+    gate = bench.tier.gates["get"]
+    gate.shut()
+    hung = [bench.load(load_chunk(n, [n], None), deadline_s=1e6) for n in range(2)]
+    gate.wait_came(2)
+    waiting = [
+        bench.load(load_chunk(n, [n], [10 + n] if n % 2 else None), deadline_s=1e6)
+        for n in range(3, 9)
+    ]
+    bench.transfer.links["disk"].breaker.trip("all threads hang")
+    bench.clock.advance(0.2)
+    bench.transfer.poll()
+    end_s = time.monotonic() + WAIT_S / 4  # long before the gate lets go by itself
+    while not all(bench.of(job, LoadRetired) for job in waiting):
+        assert time.monotonic() < end_s
+        bench.transfer.wait(0.01)
+    assert all(statuses(bench.of(job, LoadDone)[0]) == [ChunkStatus.TIER_DOWN] for job in waiting)
+    assert not bench.of(hung[0], LoadRetired)
+    gate.open()
+    for job in hung:
+        bench.ended(job)
+
+
+def test_a_copy_that_is_late_is_not_the_tier_s_fault(benches):
+    """The record was read in time; the device was not written in time."""
+    bench = benches(failures_to_open=1)
+    keep(bench, 1, 50)
+    bench.mover.load_gate.shut()
+    job = bench.load(load_chunk(1, [5], [10]), deadline_s=1.0)
+    bench.mover.load_gate.wait_came(1)
+    bench.clock.advance(1.5)
+    bench.transfer.poll()
+    assert bench.counts()["load_deadline_missed"] == 1
+    assert bench.transfer.links["disk"].online
+    bench.mover.load_gate.open()
+    bench.ended(job)
 
 
 def test_deadline_while_a_copy_is_under_way(bench):
