@@ -45,6 +45,7 @@ def tier(request, tmp_path):
     tier = open_tier(tmp_path, request.param)
     tier.put(spec_of(1, RAW_BYTES), payload(1))
     tier.put(spec_of(2, RAW_BYTES), payload(2))
+    assert tier.wait_complete(30)  # a walk that meets the damage half-way counts it half
     yield tier
     tier.close()
 
