@@ -38,6 +38,7 @@ PROMPTS = {
     "wiped": prompt(600, 3007),
     "reset": prompt(600, 3008),
     "probed": prompt(300, 3009),
+    "asked-for": prompt(300, 3010),
     "pair-0": prompt(300, 5000) + prompt(280, 5001),
     "pair-1": prompt(300, 5000) + prompt(90, 5002),
 }
@@ -209,6 +210,28 @@ def test_salts_never_share(engine, right):
         assert (answer.restored_tokens > 0) == restored, salt
         assert_right(right, "salted", answer)
         engine.drain()
+
+
+def test_what_a_request_may_ask(engine, right):
+    """Not stored, not read, a tenant of its own, and nonsense: each is right, in this order."""
+    for asked, restored in (
+        ({"store": False}, False),
+        (None, False),  # nothing was stored
+        ({"read": False}, False),
+        ({"store": False}, True),
+        ({"tenant": "a"}, False),
+        ({"tenant": "b"}, False),
+        ({"tenant": "a"}, True),
+        ({"tenant": "a\ud800"}, False),
+        ("off", False),
+        (None, True),
+    ):
+        params = {} if asked is None else {"kvtier": asked}
+        answer = engine.ask(PROMPTS["asked-for"], N, extra_args={"kv_transfer_params": params})
+        assert (answer.restored_tokens > 0) == restored, asked
+        assert_right(right, "asked-for", answer)
+        engine.forget()
+    engine.assert_clean()
 
 
 def test_prompt_logprobs_read_nothing(engine, right):
