@@ -81,6 +81,33 @@ def test_a_hit_counts_only_when_every_rank_has_it(forked, tmp_path):
         assert engine.half.catalog.resident()["disk"] == len(records_of(folder, 0))
 
 
+def test_ranks_of_a_hybrid_model_restore_what_the_engine_hits(forked, tmp_path):
+    """Recurrent groups and a full one, half of each on a rank; one bad record recomputes all."""
+    prompts = [prompt(n, 900 + n) for n in (255, 257, 600)]
+    ranks = {"tensor_parallel_size": 2, "distributed_executor_backend": "mp"}
+    more = {"block_tokens": None, "blocks": 60, "max_model_len": 1024, **ranks}
+    with Engine(models.QWEN3_NEXT_DEEP, **more) as plain:
+        right = plain.ask_each(prompts, N)
+        own = plain.ask_each(prompts, N)
+    settings = {"disk": str(tmp_path), "disk_capacity": "1GiB"}
+    with Engine(models.QWEN3_NEXT_DEEP, settings, **more) as ours:
+        cold = ours.ask_each(prompts, N)
+        ours.forget()
+        warm = ours.ask_each(prompts, N)
+        for a, b, c, d in zip(right, cold, own, warm, strict=True):
+            assert b.distance(a) <= FLOAT32_TOLERANCE
+            assert d.restored_tokens == c.local_tokens > 0
+            assert d.distance(c) <= FLOAT32_TOLERANCE
+        ours.forget()
+        damage_files(records_of(str(tmp_path), 1))
+        hurt = ours.ask_each(prompts, N)
+        for a, b in zip(right, hurt, strict=True):
+            assert b.restored_tokens == 0
+            assert b.distance(a) <= FLOAT32_TOLERANCE
+        ours.drain()
+        assert ours.free_blocks == ours.free_at_start
+
+
 @pytest.fixture
 def staged(monkeypatch, forked):
     """Pipeline stages on the CPU: vLLM makes a later stage's buffers only while it warms up."""
