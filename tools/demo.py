@@ -250,6 +250,7 @@ def _tiers(options: DemoOptions) -> Iterator[dict[str, Any]]:
                 url = stack.enter_context(RedisServer()).url
             # In somebody's own server the demo's records are few, apart, and go by themselves.
             settings.update(redis=url, redis_prefix="kvtier-demo", redis_ttl=3600)
+            settings.update(lookup_deadline_ms=1000)  # on a busy machine 50 ms may be too short
         if options.disk is not None or options.redis is None:
             disk = options.disk or stack.enter_context(
                 tempfile.TemporaryDirectory(prefix="kvtier-demo-")
