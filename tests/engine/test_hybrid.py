@@ -102,6 +102,7 @@ def test_what_the_engine_s_copies_damage_is_not_stored(monkeypatch):
             assert not sound.half.short_copies.on
             right, right_later = play(sound)
     with Engine(models.QWEN3_NEXT_DEEP, {"ram": "128MiB"}, **more) as ours:
+        told = ours.half.geometry.hit_alignment_tokens == UNIT_TOKENS
         live, later = play(ours)
     for a, b in zip(right, live, strict=True):
         print(
@@ -109,7 +110,8 @@ def test_what_the_engine_s_copies_damage_is_not_stored(monkeypatch):
         )
     for a, b in zip(right_later, later, strict=True):
         assert b.restored_tokens == a.restored_tokens > len(first) - BLOCK_TOKENS
-        assert b.distance(a) <= FLOAT32_TOLERANCE
+        if told:  # else the prefill of what was left out is cut elsewhere
+            assert b.distance(a) <= FLOAT32_TOLERANCE
 
 
 def test_sessions_that_share_a_prefix_and_part():
