@@ -196,8 +196,10 @@ class StorageSoak:
         life.ended_s = self.clock()
         life.operations = sum(ledger.operations().values()) - before
         if work.redis is None:
-            samples = _once_below(watch.samples, work.capacity_bytes)
-            # A walk over the folder sees a record that goes and the one that takes its room.
+            # A walk over the folder sees a record that goes and the one that takes its room: when
+            # it began there was at least what it found without what was written meanwhile.
+            sure = [{**s, "disk_bytes": s["disk_bytes"] - s["moving_bytes"]} for s in watch.samples]
+            samples = _once_below(sure, work.capacity_bytes)
             moving = (work.threads + JOB_WRITERS) * work.record_bytes
             cap = judge_cap("disk_bytes", samples, work.capacity_bytes, moving=moving)
             self._caps.append({**cap, "name": f"disk_bytes of life {number}"})
@@ -290,10 +292,13 @@ class StorageSoak:
         found = process_sample(pid)
         if not found:
             return None
+        before = _written_bytes(ledger)
+        disk_bytes = folder_bytes(str(self._folder))
         return {
             "incarnation": number,
             **found,
-            "disk_bytes": folder_bytes(str(self._folder)),
+            "disk_bytes": disk_bytes,
+            "moving_bytes": _written_bytes(ledger) - before,
             "operations": sum(ledger.operations().values()),
         }
 
@@ -354,6 +359,12 @@ class StorageSoak:
             "steadiness": {"growth": growth, "caps": self._caps},
             "samples": self._samples,
         }
+
+
+def _written_bytes(ledger: Ledger) -> int:
+    """Return at most how many bytes of records were written so far."""
+    done = ledger.operations()
+    return FILE_BYTES * (done["put"] + done["replace"] + done["save"])
 
 
 def _once_below(samples: Sequence[dict[str, float]], cap: float) -> Sequence[dict[str, float]]:

@@ -68,7 +68,7 @@ class JobPlayer:
         seed: what chunks are called and hold.
         life: of this process; makes its own random numbers.
         lossless: whether nothing is evicted from the tier, so that nothing may be missing.
-        count: told of each job: ``save`` or ``load``.
+        count: told of each record written, ``save``, and of each load job, ``load``.
     """
 
     def __init__(
@@ -181,7 +181,6 @@ class JobPlayer:
             job = SaveJob(self._next_job(), 0, tuple(chunks))
             self._jobs.open_save(job, entries)
             self._transfer.submit_save(job)
-            self._count("save")
 
     def _load(self, numbers: Sequence[int]) -> None:
         chunks: list[LoadChunk] = []
@@ -245,6 +244,8 @@ class JobPlayer:
             self._jobs.save_copied(event)
         elif isinstance(event, SaveRetired):
             self._jobs.save_retired(event, 0)
+            for _ in event.written:
+                self._count("save")
         elif isinstance(event, LoadDone):
             self._loaded(event)
         elif isinstance(event, LoadRetired):
