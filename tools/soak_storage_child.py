@@ -157,12 +157,13 @@ class Worker:
         row = self._keys[number]
         own = number % self._work.threads == self._number
         least, deleted = int(row[ACKED]), own and row[STATE] == DELETED
+        hurt = int(row[HURT])  # its writer may replace it, and clear this, while it is read
         try:
             self._tier.get(self._spec(number), [self._view])
         except RecordMissing:
             return
         except RecordDamaged as error:
-            if not row[HURT]:
+            if not hurt and not row[HURT]:
                 raise Wrong(f"key {number} is damaged, by no fault: {error}") from None
             if own:
                 self._tier.quarantine(self._names[number], "soak")
