@@ -14,7 +14,7 @@ from ..storage.entry import RamState
 from .audit import Auditor
 from .gate import Gate
 from .geometry import Geometry, GroupKind
-from .lookup import Hit, MissReason, PrefixLookup
+from .lookup import NOWHERE, Hit, MissReason, PrefixLookup
 from .shared_lookup import SharedLookup
 from .tracker import Tracker
 
@@ -81,7 +81,7 @@ class Admission:
         elif hit.tokens < limit:
             if self._ask_shared(tracker, hashes, hit.tokens, limit):
                 return None
-            if tracker.late and hit.reason is MissReason.NOT_STORED:
+            if tracker.late and hit.reason in NOWHERE:
                 hit = Hit(hit.tokens, MissReason.LATE)
         if hit.tokens > local_tokens:
             hit = self._gated(hashes, local_tokens, hit)

@@ -168,7 +168,8 @@ class Ledger:
             if not held and not save.device_blocks:
                 self.unwritten_at_s = self.clock()
             del self._saves[event.job_id]
-            for entry in save.entries:
+            for entry, chunk in zip(save.entries, save.job.chunks, strict=True):
+                entry.dropped = bool(chunk.tiers) and not self.catalog.held_below(entry)
                 entry.writes -= 1
                 self.catalog.unpin(entry)
 

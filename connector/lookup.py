@@ -42,7 +42,9 @@ class MissReason(str, Enum):
 
     NONE = "none"  # it reaches as far as any hit may
     PROMPT_SHORT = "prompt_short"  # the prompt has no whole block to restore
-    NOT_STORED = "not_stored"  # never stored, evicted or dropped
+    NOT_STORED = "not_stored"  # never stored, as far as this engine remembers
+    EVICTED = "evicted"  # it was stored: evicted, deleted, or taken out of use since
+    DROPPED = "dropped"  # a save, or a write below RAM, found no room and was dropped
     SAVING = "saving"  # on its way out of the device, too early to load
     TIER_OFF = "tier_off"  # stored, but on a tier that does not answer
     WINDOW_MISSING = "window_missing"  # sliding-window blocks before the hit's end
@@ -53,6 +55,9 @@ class MissReason(str, Enum):
     AUDIT = "audit"  # computed on purpose, to be compared with what is stored
     NOT_READ = "not_read"  # the request asked not to be served from the cache
     OFF = "off"  # kvtier serves nothing in this engine; the log says why
+
+
+NOWHERE = frozenset({MissReason.NOT_STORED, MissReason.EVICTED, MissReason.DROPPED})
 
 
 @dataclass(frozen=True, slots=True)
@@ -323,7 +328,11 @@ class PrefixLookup:
         if end > len(hashes) * self._geometry.hash_block_tokens:
             return MissReason.NOT_STORED
         for group in self._full:
-            entry = self._catalog.get(self._key(hashes, end, group.group_id))
+            key = self._key(hashes, end, group.group_id)
+            entry = self._catalog.get(key)
+            why = self._catalog.gone.why(key)
+            if entry is None and why is not None:
+                return MissReason(why.value)
             if entry is not None and self._catalog.source_of(entry) is None:
                 if any(entry.masks):
                     return MissReason.TIER_OFF

@@ -15,8 +15,6 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
-from itertools import count
 from typing import Any
 
 import numpy as np
@@ -24,9 +22,11 @@ import numpy as np
 from ..storage.catalog import Catalog
 from ..storage.counts import Counts
 from ..storage.entry import Entry, RamState
+from ..storage.gone import Why
 from ..storage.jobs import SaveChunk, SaveJob
 from .geometry import Geometry, GroupGeometry, GroupKind
 from .ledger import Ledger
+from .save_tracker import SaveTracker
 from .token_database import ChunkedTokenDatabase
 from .write_back import WriteBack, WritePolicy
 
@@ -35,33 +35,6 @@ MAX_SEEN = 200_000
 
 Wanted = tuple[bytes, GroupGeometry, int, int, list[int]]
 """A chunk to save: key, group, start and end in tokens, device blocks."""
-
-
-@dataclass(slots=True)
-class SaveTracker:
-    """How far a request has been saved.
-
-    Attributes:
-        saved_tokens: whole chunks up to here have been planned, or given up.
-        saved_hash: the prefix hash there; another one means that the tokens before
-            it are not those that were planned (streaming sessions rewrite their end).
-        blocked: nothing of this request is to be stored.
-        prompt_tail_tokens: where the prompt's tail that was planned ends.
-        age: of the request's chunks in RAM, see `Catalog.age`.
-        number: of the request, no other's.
-    """
-
-    saved_tokens: int = 0
-    saved_hash: bytes | None = None
-    blocked: bool = False
-    prompt_tail_tokens: int = 0
-    age: int | None = None
-    number: int = field(default_factory=count().__next__)
-
-    def rewind(self) -> None:
-        """Something that was kept is lost: look again, from the start, at what is to be saved."""
-        self.saved_tokens = self.prompt_tail_tokens = 0
-        self.saved_hash = None
 
 
 class SavePlanner:
@@ -360,10 +333,12 @@ class SavePlanner:
                 continue
             if crowded:
                 self._counts.add("save_dropped_chunks.device.pins")
+                self._catalog.gone.note(key, Why.DROPPED)
                 continue
             entry = self._catalog.begin_save(key, len(blocks), age - end)
             if entry is None:
                 self._counts.add("save_dropped_chunks.ram.no_page")
+                self._catalog.gone.note(key, Why.DROPPED)
                 continue
             assert entry.pages is not None
             entry.span = (start, end)

@@ -25,7 +25,8 @@ from .load_planner import LoadPlanner
 from .lookup import MissReason, Piece, PrefixLookup
 from .plan import NamespaceInfo, Plan, RankReport
 from .request_options import options_of
-from .save_planner import SavePlanner, SaveTracker
+from .save_planner import SavePlanner
+from .save_tracker import SaveTracker
 from .settlement import Settlement
 from .shared_lookup import SharedLookup
 from .short_copies import ShortCopies

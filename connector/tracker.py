@@ -11,7 +11,7 @@ from .lookup import MissReason
 from .plan import NamespaceInfo
 from .prober import Prober
 from .request_options import RequestOptions, SaltedHashes
-from .save_planner import SaveTracker
+from .save_tracker import SaveTracker
 from .write_back import WritePolicy
 
 if TYPE_CHECKING:

@@ -13,23 +13,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from collections.abc import Set as AbstractSet
-from dataclasses import dataclass
 
 from .ages import Ages
-from .entry import Entry, FreePages, PageIds, RamState
+from .entry import CatalogCounts, Entry, FreePages, PageIds, RamState
+from .gone import Gone, Why
 
 RAM = "ram"
 
 _AGE_STEP = 1 << 32  # more than any prefix has tokens
-
-
-@dataclass(slots=True)
-class CatalogCounts:
-    """Counters and gauges; counters only grow."""
-
-    ram_evicted_chunks: int = 0
-    ram_evicted_lost_chunks: int = 0  # evicted and on no lower tier
-    no_page_chunks: int = 0  # a save found no page
 
 
 class Catalog:
@@ -56,6 +47,7 @@ class Catalog:
         self.n_holders = n_holders
         self.retain_in_ram = retain_in_ram
         self.counts = CatalogCounts()
+        self.gone = Gone()
         self.version = 0  # changes whenever an answer of `source` may change
         self._all_ranks = (1 << n_holders) - 1
         self._entries: dict[bytes, Entry] = {}
@@ -237,6 +229,7 @@ class Catalog:
         self._tick += 1
         entry.used = self._tick
         self._entries[key] = entry
+        self.gone.forget(key)
         followed = self._followed.get(key[-1])
         if followed is not None:
             followed.add(key[:-1])
@@ -281,11 +274,13 @@ class Catalog:
         self.version += 1
         self._forget_if_nowhere(entry)
 
-    def _forget_if_nowhere(self, entry: Entry) -> None:
+    def _forget_if_nowhere(self, entry: Entry, why: Why | None = Why.EVICTED) -> None:
         if entry.pages is None and not any(entry.masks) and entry.pins == 0 and entry.writes == 0:
             if self._entries.get(entry.key) is entry:
                 del self._entries[entry.key]
                 self._unfollow(entry.key)
+                if why is not None:
+                    self.gone.note(entry.key, Why.DROPPED if entry.dropped else why)
 
     def room_without_loss(self) -> float:
         """Return the share of RAM that is free or also on a lower tier and unpinned."""
@@ -348,18 +343,20 @@ class Catalog:
             entry.n_blocks = n_blocks
         self._set_mask(entry, i, entry.masks[i] | (1 << rank))
 
-    def tier_removed(self, tier: str, key: bytes, rank: int | None = None) -> None:
+    def tier_removed(
+        self, tier: str, key: bytes, rank: int | None = None, why: Why | None = Why.EVICTED
+    ) -> None:
         """Rank ``rank`` (None: every rank) no longer serves ``key`` from ``tier``."""
         i = self.tiers.index(tier)
         entry = self._entries.get(key)
         if entry is not None:
             self._set_mask(entry, i, 0 if rank is None else entry.masks[i] & ~(1 << rank))
-            self._forget_if_nowhere(entry)
+            self._forget_if_nowhere(entry, why)
 
     def forget_tier(self, tier: str, rank: int) -> None:
         """Rank ``rank`` starts anew on ``tier``: what was known of it is void. Walks everything."""
         for key in list(self._entries):
-            self.tier_removed(tier, key, rank)
+            self.tier_removed(tier, key, rank, None)  # it may be found there again
 
     def _set_mask(self, entry: Entry, i: int, mask: int) -> None:
         before, entry.masks[i] = entry.masks[i], mask
@@ -395,4 +392,5 @@ class Catalog:
             entry = self._entries[key]
             held += entry.pins > 0
             self.drop(key)
+        self.gone.clear()
         return held

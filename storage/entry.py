@@ -35,6 +35,7 @@ class Entry:
         loads: jobs that fill the pages from a lower tier, while a request waits for them.
         span: token range [start, end), where a save has told it.
         used: age of the last use; larger is younger.
+        dropped: a write of it to a lower tier found no room.
         dead: dropped from the catalog; pages go back with the last pin.
     """
 
@@ -49,7 +50,17 @@ class Entry:
     span: tuple[int, int] | None = None
     used: int = 0
     uses: int = 0
+    dropped: bool = False
     dead: bool = False
+
+
+@dataclass(slots=True)
+class CatalogCounts:
+    """Counters and gauges; counters only grow."""
+
+    ram_evicted_chunks: int = 0
+    ram_evicted_lost_chunks: int = 0  # evicted and on no lower tier
+    no_page_chunks: int = 0  # a save found no page
 
 
 class FreePages:

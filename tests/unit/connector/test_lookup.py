@@ -77,6 +77,28 @@ def test_not_stored():
     assert case.find() == (64, MissReason.NOT_STORED)
 
 
+def test_what_was_there_and_went_is_told():
+    """A chunk that was stored and is no more says so, until it is back or all is cleared."""
+    case = Case()
+    case.on("disk", 64, 128)
+    case.catalog.tier_removed("disk", case.key(128))
+    assert case.find() == (64, MissReason.EVICTED)
+    case.on("redis", 128)
+    assert case.find() == (128, MissReason.NOT_STORED)
+    case.catalog.tier_removed("redis", case.key(128))
+    assert case.find() == (64, MissReason.EVICTED)
+    case.catalog.clear()
+    assert case.find() == (0, MissReason.NOT_STORED)
+
+
+def test_a_tier_that_starts_anew_has_evicted_nothing():
+    """What a tier's new walk has not found yet does not count as evicted."""
+    case = Case()
+    case.on("disk", 64)
+    case.catalog.forget_tier("disk", 0)
+    assert case.find() == (0, MissReason.NOT_STORED)
+
+
 def test_still_being_saved():
     """A chunk on its way out of the device is too early, not lost."""
     case = Case()

@@ -282,6 +282,8 @@ def test_no_page_waits_and_then_drops():
     other.num_computed_tokens = 64
     finish(half, other)
     assert half.half.take_counts()["save_dropped_chunks.ram.no_page"] == 1
+    half.half.lookup(request_of("again", 100, seed=5), 0)
+    assert half.half._trackers["again"].reason.value == "dropped"
 
 
 def test_pins_are_bounded():
@@ -422,3 +424,23 @@ def test_partial_tails_of_a_finished_request():
     half.half.partial_tail(SimpleNamespace(request_id="other"), rows, [(1, 901, 112)])
     assert (1, 64, 112, [900]) in spans(half.plan())
     assert BLOCK * 7 == 112
+
+
+@pytest.mark.parametrize(("written", "reason"), [((), "dropped"), (("disk",), "evicted")])
+def test_a_write_that_was_dropped_is_told_when_ram_has_let_go(written, reason):
+    """A chunk that left RAM: dropped where its write below had found no room, else evicted."""
+    half = Half(pages=4)
+    request = request_of("a", 64)
+    half.table(request, 64)
+    half.half.admitted(request, half.kv_blocks(half.tables["a"]), 0)
+    (job,) = half.plan(a=64).saves
+    half.save_ends(job, written=written)
+    entry = half.catalog.get(half.key(request, 64))
+    other = half.catalog.begin_save(b"other" * 6 + bytes(1), 4)  # pushes it out of RAM
+    assert other is not None
+    assert entry.pages is None
+    if written:
+        half.catalog.tier_removed("disk", half.key(request, 64))
+    again = request_of("b", 100)
+    half.half.lookup(again, 0)
+    assert half.half._trackers["b"].reason.value == reason
