@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import io
 import json
 import shutil
 import sys
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
 P = ParamSpec("P")
 R = TypeVar("R")
 PROGRESS_EVERY_S = 0.5
+_UNBOUNDED_COLUMNS = 10_000  # of what is no terminal: a line a row
 
 
 class CommandError(KVTierError):
@@ -114,18 +116,25 @@ class Progress:
 
 
 def table(columns: Sequence[str], rows: Iterable[Sequence[object]]) -> None:
-    """Print a table for people, nothing cut off; numbers to the right."""
+    """Print a table for people: as wide as the terminal, nothing cut off; numbers to the right."""
+    from rich.box import SIMPLE_HEAD
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    on_terminal = sys.stdout.isatty()
     body = [[cell if isinstance(cell, str) else _cell(cell) for cell in row] for row in rows]
-    widths = [max(len(row[i]) for row in [list(columns), *body]) for i in range(len(columns))]
-    right = [
-        all(row[i][:1].isdigit() or row[i] == "-" for row in body) for i in range(len(columns))
-    ]
-    for row in [list(columns), *body]:
-        cells = [
-            cell.rjust(width) if to_right else cell.ljust(width)
-            for cell, width, to_right in zip(row, widths, right, strict=True)
-        ]
-        print("  ".join(cells).rstrip())
+    shown = Table(box=SIMPLE_HEAD if on_terminal else None, pad_edge=False, show_edge=False)
+    for i, column in enumerate(columns):
+        to_right = all(row[i][:1].isdigit() or row[i] == "-" for row in body)
+        shown.add_column(Text(column), justify="right" if to_right else "left", overflow="fold")
+    for row in body:
+        shown.add_row(*map(Text, row))
+    width = shutil.get_terminal_size().columns if on_terminal else _UNBOUNDED_COLUMNS
+    # Into memory first: a pipe that closes is met where every other output meets it.
+    text = io.StringIO()
+    Console(file=text, width=width, force_terminal=on_terminal, highlight=False).print(shown)
+    print("\n".join(line.rstrip() for line in text.getvalue().splitlines()))
 
 
 def _cell(value: object) -> str:
