@@ -41,7 +41,7 @@ def test_a_healthy_engine_passes(cache, tmp_path):
     """Agents, a damaged record, a killed engine: every answer right, nothing grows, exit code 0."""
     result = CliRunner().invoke(
         cli.app,
-        ["soak", "--minutes", "0.5", "--model", str(cache[1]), "--report", str(tmp_path),
+        ["soak", "--minutes", "1.5", "--model", str(cache[1]), "--report", str(tmp_path),
          "--sessions", str(SESSIONS), "--turns", str(TURNS), "--aborts", "0.15",
          "--context-tokens", str(CONTEXT_TOKENS), "--faults", "disk-corrupt,engine-kill",
          "--kvtier", json.dumps({"chunk_tokens": CHUNK_TOKENS})],
@@ -76,7 +76,7 @@ def test_damage_is_found_and_charged_to_whoever_made_it(cache, tmp_path, monkeyp
     monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parent))
     soak = Soak(
         SoakOptions(
-            minutes=0.25,
+            minutes=0.5,
             report=tmp_path,
             model=str(cache[1]),
             sessions=SESSIONS,
