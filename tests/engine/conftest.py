@@ -11,6 +11,8 @@ from kvtier.tools.engine import prepare_environment
 
 prepare_environment()
 os.environ.setdefault("VLLM_ENABLE_CUDA_COMPATIBILITY", "0")
+# With two threads of numba's an engine that speculates with ngram stood still on two busy cores.
+os.environ.setdefault("NUMBA_NUM_THREADS", "1")
 
 # Warnings of vLLM, torch and transformers are not ours to fix; ours still fail a test.
 NOT_OURS = (

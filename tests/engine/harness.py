@@ -3,13 +3,14 @@
 The engine core runs in this process. `Engine` asks it for answers, one request at a time or
 several at once, and keeps what reached the front end: tokens, logprobs, prefill counts, the
 connector's stats. Nothing here knows how kvtier works but `Engine.half` and the two ways of
-damaging KV on purpose.
+damaging KV on purpose, which reach into every rank's worker, also in processes of their own.
 """
 
 from __future__ import annotations
 
 import gc
 import math
+import multiprocessing
 import os
 import time
 from collections import Counter
@@ -17,6 +18,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 import numpy as np
+import pytest
 
 from kvtier.storage.catalog_check import check_catalog
 
@@ -88,6 +90,7 @@ class Engine:
         from vllm.config import KVTransferConfig
 
         self._vllm = vllm
+        register_kernels_once()
         if kvtier is not None:
             # On these models computing can beat loading, which is not what is tested here.
             kvtier = {"load_policy": "always", **kvtier}
@@ -151,6 +154,10 @@ class Engine:
         from vllm.distributed.kv_transfer import get_kv_transfer_group
 
         return get_kv_transfer_group().worker_half
+
+    def in_workers(self, function, *args):
+        """What ``function(worker half, *args)`` returns in each rank."""
+        return self.core.model_executor.collective_rpc(_in_worker, args=(function, *args))
 
     @property
     def free_blocks(self):
@@ -288,7 +295,7 @@ class Engine:
         """Take in what both halves have counted since the last step."""
         if self.connector is None or self.half is None:
             return
-        for counts in (self.half.take_counts(), self.worker.take_counts()):
+        for counts in (self.half.take_counts(), *self.in_workers(_take_counts)):
             for name, value in counts.items():
                 self.stats[name] += value
 
@@ -305,27 +312,68 @@ class Engine:
         cleanup_dist_env_and_memory()
 
 
+def _in_worker(_, function, *args):
+    from vllm.distributed.kv_transfer import get_kv_transfer_group
+
+    return function(get_kv_transfer_group().worker_half, *args)
+
+
+def _take_counts(half):
+    return half.take_counts()
+
+
+def register_kernels_once():
+    """Let engines start after one that speculates with ngram.
+
+    vLLM registers its CPU kernels anew with every engine; the search for them in all modules
+    fails at one of numba's, which ngram brings. The first registration holds for the process.
+    """
+    try:
+        from vllm.triton_utils import dispatcher
+    except ImportError:  # older ones
+        return
+    register = dispatcher.register_kernels
+
+    def missing_only(overrides):
+        if not overrides.keys() <= dispatcher._registry.keys():
+            register(overrides)
+
+    if register.__name__ != missing_only.__name__:
+        dispatcher.register_kernels = missing_only
+
+
+@contextmanager
+def forked_workers():
+    """While inside, ranks are forked from this process: they need not import vLLM again."""
+    from vllm.v1.executor import multiproc_executor
+
+    fork = multiprocessing.get_context("fork")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(multiproc_executor, "get_mp_context", lambda: fork)
+        patch.setenv("VLLM_CPU_OMP_THREADS_BIND", "nobind")
+        yield
+
+
 # -- damage on purpose -----------------------------------------------------------------------
 
 
 @contextmanager
 def damaged_ram(engine, every=7):
     """While inside, flip a bit of every so-many-th byte of all RAM pages."""
-    arena = engine.worker._arena
     engine.drain()
-    pages = list(range(arena.ready_pages))
-
-    def flip():
-        for view in arena.buffers(pages, arena.page_bytes):
-            data = np.frombuffer(view, np.uint8)
-            data[::every] ^= 0x41
-
-    flip()
+    engine.in_workers(_flip_ram, every)
     try:
         yield
     finally:
         engine.drain()
-        flip()
+        engine.in_workers(_flip_ram, every)
+
+
+def _flip_ram(half, every):
+    arena = half._arena
+    for view in arena.buffers(list(range(arena.ready_pages)), arena.page_bytes):
+        data = np.frombuffer(view, np.uint8)
+        data[::every] ^= 0x41
 
 
 def record_files(folder):

@@ -281,4 +281,42 @@ GLM4_MTP = SelfDrafting(
     method="mtp",
 )
 
+
+def make_adapter(folder: Path, seed: int) -> str:
+    """A LoRA adapter of rank 8 on every attention projection, strong enough to be seen."""
+    import torch
+    from safetensors.torch import save_file
+
+    rng = torch.Generator().manual_seed(seed)
+    config = LLAMA.config
+    hidden, head = config["hidden_size"], config["head_dim"]
+    width = {
+        "q_proj": head * config["num_attention_heads"],
+        "k_proj": head * config["num_key_value_heads"],
+        "v_proj": head * config["num_key_value_heads"],
+    }
+    tensors = {}
+    for layer in range(config["num_hidden_layers"]):
+        for name, out in width.items():
+            at = f"base_model.model.model.layers.{layer}.self_attn.{name}"
+            tensors[f"{at}.lora_A.weight"] = torch.randn(8, hidden, generator=rng) * 0.1
+            tensors[f"{at}.lora_B.weight"] = torch.randn(out, 8, generator=rng) * 0.1
+    folder.mkdir(exist_ok=True)
+    save_file(tensors, str(folder / "adapter_model.safetensors"))
+    (folder / "adapter_config.json").write_text(
+        json.dumps(
+            {
+                "peft_type": "LORA",
+                "task_type": "CAUSAL_LM",
+                "r": 8,
+                "lora_alpha": 16,
+                "target_modules": sorted(width),
+                "bias": "none",
+                "base_model_name_or_path": "tiny",
+            }
+        )
+    )
+    return str(folder)
+
+
 ALL = (LLAMA, GEMMA3, GPT_OSS, QWEN3_NEXT, LLAMA4)

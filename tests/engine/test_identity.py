@@ -2,55 +2,17 @@
 
 from __future__ import annotations
 
-import json
-import multiprocessing
 import shutil
 
 import numpy as np
 import pytest
 
 from . import models
+from .families import NGRAM, draft_model
 from .harness import CHUNK_TOKENS, FLOAT32_TOLERANCE, Engine, damaged_ram, prompt
 
 N = 6
 TOKENS = prompt(420, 70)
-
-
-def make_adapter(folder, seed):
-    """A LoRA adapter of rank 8 on every attention projection, strong enough to be seen."""
-    import torch
-    from safetensors.torch import save_file
-
-    rng = torch.Generator().manual_seed(seed)
-    config = models.LLAMA.config
-    hidden, head = config["hidden_size"], config["head_dim"]
-    width = {
-        "q_proj": head * config["num_attention_heads"],
-        "k_proj": head * config["num_key_value_heads"],
-        "v_proj": head * config["num_key_value_heads"],
-    }
-    tensors = {}
-    for layer in range(config["num_hidden_layers"]):
-        for name, out in width.items():
-            at = f"base_model.model.model.layers.{layer}.self_attn.{name}"
-            tensors[f"{at}.lora_A.weight"] = torch.randn(8, hidden, generator=rng) * 0.1
-            tensors[f"{at}.lora_B.weight"] = torch.randn(out, 8, generator=rng) * 0.1
-    folder.mkdir()
-    save_file(tensors, str(folder / "adapter_model.safetensors"))
-    (folder / "adapter_config.json").write_text(
-        json.dumps(
-            {
-                "peft_type": "LORA",
-                "task_type": "CAUSAL_LM",
-                "r": 8,
-                "lora_alpha": 16,
-                "target_modules": sorted(width),
-                "bias": "none",
-                "base_model_name_or_path": "tiny",
-            }
-        )
-    )
-    return str(folder)
 
 
 def test_adapters_never_share(tmp_path):
@@ -60,7 +22,7 @@ def test_adapters_never_share(tmp_path):
     adapters = [
         None,
         *(
-            LoRARequest(name, i, make_adapter(tmp_path / name, i))
+            LoRARequest(name, i, models.make_adapter(tmp_path / name, i))
             for i, name in enumerate(("one", "two"), 1)
         ),
     ]
@@ -82,7 +44,7 @@ def test_an_adapter_that_changes_under_a_running_engine_shares_nothing(tmp_path)
     """The engine goes on with the old one: its KV is not served to the new one after a restart."""
     from vllm.lora.request import LoRARequest
 
-    old, new = (make_adapter(tmp_path / name, i) for i, name in enumerate(("old", "new"), 1))
+    old, new = (models.make_adapter(tmp_path / name, i) for i, name in enumerate(("old", "new"), 1))
     adapter = LoRARequest("one", 1, old)
     lora = {"enable_lora": True, "max_loras": 2, "max_lora_rank": 8}
     settings = {"disk": str(tmp_path / "store"), "disk_capacity": "1GiB"}
@@ -113,12 +75,6 @@ def stored(engine):
     return out
 
 
-NGRAM = {
-    "method": "ngram",
-    "num_speculative_tokens": 4,
-    "prompt_lookup_max": 3,
-    "prompt_lookup_min": 1,
-}
 SPECULATED = [(prompt(23, 71) * 20)[:300], prompt(280, 72), (prompt(11, 73) * 30)[:256]]
 SPECULATED_TOKENS = 40
 
@@ -148,12 +104,7 @@ def count_drafts(engine):
 def test_a_draft_model_is_restored_with_its_target(unspeculated):
     """The draft's KV comes back too: after a restore as many drafts are accepted as before."""
     right, plain = unspeculated
-    config = {
-        "method": "draft_model",
-        "model": str(models.LLAMA.folder()),  # a draft that is always right, if its KV is
-        "num_speculative_tokens": 3,
-    }
-    with Engine(models.LLAMA, {"ram": "64MiB"}, speculative_config=config) as engine:
+    with Engine(models.LLAMA, {"ram": "64MiB"}, speculative_config=draft_model()) as engine:
         drafts = count_drafts(engine)
         rates = []
         for restored in (False, True):
@@ -176,14 +127,7 @@ def test_a_draft_model_is_restored_with_its_target(unspeculated):
 
 def test_ngram_speculation_stores_what_no_speculation_stores(unspeculated):
     """Drafts from the prompt, accepted and rejected: the same records, the same bytes."""
-    # In a child: once numba is imported here, vLLM can start no other engine.
-    child = multiprocessing.get_context("fork").Process(target=speculate, args=unspeculated)
-    child.start()
-    child.join(200)
-    assert child.exitcode == 0
-
-
-def speculate(right, plain):
+    right, plain = unspeculated
     with Engine(models.LLAMA, {"ram": "64MiB"}, speculative_config=NGRAM) as engine:
         drafts = count_drafts(engine)
         for restored in (False, True):

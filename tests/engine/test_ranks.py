@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 from pathlib import Path
 
@@ -15,6 +14,7 @@ from .harness import (
     FLOAT32_TOLERANCE,
     Engine,
     damage_files,
+    forked_workers,
     prompt,
     record_files,
 )
@@ -24,13 +24,9 @@ N = 6
 
 
 @pytest.fixture
-def forked(monkeypatch):
-    """Workers forked from this process: they need not import vLLM again."""
-    from vllm.v1.executor import multiproc_executor
-
-    fork = multiprocessing.get_context("fork")
-    monkeypatch.setattr(multiproc_executor, "get_mp_context", lambda: fork)
-    monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "nobind")
+def forked():
+    with forked_workers():
+        yield
 
 
 def records_of(folder, rank):
