@@ -55,7 +55,7 @@ def test_what_works_is_not_wrong(tmp_path, capacity_bytes):
     done = Counter()
     lossless = capacity_bytes > 1 << 25
     player = player_on(tmp_path, done, capacity_bytes=capacity_bytes, lossless=lossless)
-    play(player, enough=lambda: done["load"] > 300)
+    play(player, most_s=60.0, enough=lambda: done["load"] > 300 and done["save"] > 100)
     assert done["save"] > 100
     assert player._catalog.counts.ram_evicted_chunks > 0
     tier = tier_of(tmp_path, capacity_bytes)
