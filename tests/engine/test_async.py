@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import pytest
 
-from . import models
+from . import families, models
 from .harness import CHUNK_TOKENS, FLOAT32_TOLERANCE, Engine, distance, prompt
 from .test_identity import count_drafts
-from .test_pressure import PROMPTS, N, Squeeze, count_preemptions, differing
+from .test_pressure import PROMPTS, N, Squeeze, alone, count_preemptions, differing
 
 SPECULATED = [prompt(300, 71), prompt(500, 72)]
 SPECULATED_TOKENS = 60
@@ -39,9 +39,8 @@ def assert_ahead(engine):
 
 def test_preempted_and_restored_while_scheduling_ahead(tmp_path):
     """Uneven requests in a pool for fewer, aborts among them: all end, all are right."""
-    squeeze = Squeeze(models.GEMMA3, 60)
-    with squeeze.engine(blocks=200, prefix_caching=False) as engine:
-        right = engine.ask_each(PROMPTS, N)
+    squeeze = Squeeze(families.GEMMA3, 60)
+    (right,) = alone(squeeze.family, squeeze.budget)
     settings = {"ram": "6MiB", "disk": str(tmp_path), "disk_capacity": "1GiB"}
     with squeeze.engine(settings) as engine:
         assert_ahead(engine)
@@ -55,12 +54,12 @@ def test_preempted_and_restored_while_scheduling_ahead(tmp_path):
             assert differing(engine.finish(*ids), right) == 0
             engine.forget()
         assert preempted, "the pool is too large to tell anything"
-        alone = []
+        single = []
         for tokens in PROMPTS:
-            alone.append(engine.ask(tokens, N))
+            single.append(engine.ask(tokens, N))
             engine.forget()
-        assert differing(alone, right) == 0
-        assert sum(a.restored_tokens for a in alone) > CHUNK_TOKENS
+        assert differing(single, right) == 0
+        assert sum(a.restored_tokens for a in single) > CHUNK_TOKENS
         assert engine.read_bytes("ram") + engine.read_bytes("disk") > 0
         engine.assert_clean()
 
