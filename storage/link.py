@@ -147,7 +147,7 @@ class TierLink:
             return ChunkStatus.TIER_DOWN
         took_s = self._clock() - begin_s
         if took_s > slow_s:
-            self.breaker.failure(f"one record took {took_s:.1f} s")
+            self.breaker.failure(f"one record took {took_s:.3g} s and requests wait {slow_s:.3g} s")
         else:
             self.breaker.success()
         self._counts.add(f"load_bytes.{self.name}", n_bytes)

@@ -55,6 +55,7 @@ UNDER_WAY = 6
 REST_EVERY_S = 1.0
 REST_S = 60.0
 FLUSH_S = 0.5
+SAVE_SHARE, GIVE_UP_SHARE, DROP_SHARE, SHORT_SHARE = 0.45, 0.05, 0.02, 0.05
 DEADLINE_S, SHORT_S = 30.0, 0.001
 _NO_BLOCKS = np.empty(0, dtype=np.int64)
 _GIVEN_UP = frozenset({ChunkStatus.CANCELLED, ChunkStatus.DEADLINE, ChunkStatus.NOT_ATTEMPTED})
@@ -107,6 +108,10 @@ class JobPlayer:
         self._transfer.set_tiers([tier])
         self._loads: dict[int, LoadJob] = {}
         self._given_up: set[int] = set()
+        # A load given too little time may count against the tier twice, as late and as slow.
+        # So there is one at a time, and the tier answers in between: it would go off, rightly.
+        self._short_job: int | None = None
+        self._answer_after: int | None = None
         self._last_job = 0
         self._closing = False
 
@@ -120,9 +125,7 @@ class JobPlayer:
         try:
             while not stopped.is_set():
                 self._settle_all()
-                if len(self._loads) < UNDER_WAY:
-                    self._do_something()
-                else:
+                if len(self._loads) >= UNDER_WAY or not self._do_something():
                     self._transfer.wait(0.01)
                 if time.monotonic() >= rest_at_s:
                     self._rest()
@@ -135,19 +138,22 @@ class JobPlayer:
 
     # -- what is wished ------------------------------------------------------
 
-    def _do_something(self) -> None:
-        kind = self._rng.choices(("save", "load", "give up", "drop"), (45, 50, 4, 1))[0]
+    def _do_something(self) -> bool:
+        """Begin a job; False where there is nothing to do with the chunks that were chosen.
+
+        Give-ups and drops go with jobs: alone, while nothing else can be done, they would
+        empty the catalog and leave no load to its end.
+        """
         chosen = self._rng.sample(range(N_CHUNKS), self._rng.randint(1, 3))
-        if kind == "save":
-            self._save(chosen)
-        elif kind == "load":
-            self._load(chosen)
-        elif kind == "drop":
-            self._catalog.drop(self._keys[chosen[0]])
-        elif self._loads:
+        if not (self._save(chosen) if self._rng.random() < SAVE_SHARE else self._load(chosen)):
+            return False
+        if self._loads and self._rng.random() < GIVE_UP_SHARE:
             job_id = self._rng.choice(list(self._loads))
             self._given_up.add(job_id)
             self._transfer.cancel_load(job_id)
+        if self._rng.random() < DROP_SHARE:
+            self._catalog.drop(self._keys[chosen[0]])
+        return True
 
     def _next_job(self) -> int:
         self._last_job += 1
@@ -159,7 +165,7 @@ class JobPlayer:
             self._free.remove(block)
         return np.array(taken, dtype=np.int64)
 
-    def _save(self, numbers: Sequence[int]) -> None:
+    def _save(self, numbers: Sequence[int]) -> bool:
         chunks, entries = [], []
         for number in numbers:
             key, n = self._keys[number], blocks_of(number)
@@ -181,12 +187,17 @@ class JobPlayer:
             job = SaveJob(self._next_job(), 0, tuple(chunks))
             self._jobs.open_save(job, entries)
             self._transfer.submit_save(job)
+        return bool(chunks)
 
-    def _load(self, numbers: Sequence[int]) -> None:
+    def _load(self, numbers: Sequence[int]) -> bool:
         chunks: list[LoadChunk] = []
         entries: list[Entry] = []
         filling: list[bool] = []
         warm = self._rng.random() < 0.1
+        may_be_short = self._short_job is None and self._answer_after is None
+        short = self._rng.random() < SHORT_SHARE and may_be_short
+        if short:
+            numbers = numbers[:1]
         for number in numbers:
             n = blocks_of(number)
             entry = self._catalog.get(self._keys[number])
@@ -213,18 +224,19 @@ class JobPlayer:
             entries.append(entry)
             filling.append(promoted is not None)
         if not chunks:
-            return
-        short = self._rng.random() < 0.03
+            return False
         job_id = self._next_job()
         job = LoadJob(
             job_id, 0, "" if warm else f"r{job_id}", SHORT_S if short else DEADLINE_S, tuple(chunks)
         )
         if short:
             self._given_up.add(job_id)
+            self._short_job = job_id
         self._jobs.open_load(job, entries, filling)
         self._loads[job_id] = job
         self._transfer.submit_load(job)
         self._count("load")
+        return True
 
     # -- what is told --------------------------------------------------------
 
@@ -249,6 +261,8 @@ class JobPlayer:
         elif isinstance(event, LoadDone):
             self._loaded(event)
         elif isinstance(event, LoadRetired):
+            if event.job_id == self._short_job:
+                self._short_job, self._answer_after = None, self._last_job
             for chunk in self._jobs.load_retired(event).lost:
                 self._lost(chunk)
         elif isinstance(event, TierNews):
@@ -279,6 +293,9 @@ class JobPlayer:
             number = self._numbers[chunk.key]
             if status is ChunkStatus.OK:
                 self._compare(chunk, number)
+                after = self._answer_after
+                if after is not None and event.job_id > after and chunk.source == self._tier:
+                    self._answer_after = None
             elif status is ChunkStatus.MISSING:
                 self._lost(chunk)
                 allowed |= _GIVEN_UP  # what comes after it is not waited for

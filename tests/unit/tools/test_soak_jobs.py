@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections import Counter
 
 import pytest
@@ -65,6 +66,26 @@ def test_what_works_is_not_wrong(tmp_path, capacity_bytes):
         tier.close()
     assert found["wrong"] == []
     assert found["there"] > 100
+
+
+def test_loads_without_time_do_not_take_the_tier_off(tmp_path, monkeypatch):
+    """Each read is slower than every second load waits: the tier stays on, and all is right."""
+    monkeypatch.setattr(soak_storage_jobs, "SHORT_SHARE", 0.5)
+    player, late = player_on(tmp_path), Counter()
+    link = next(iter(player._transfer.links.values()))
+    get, tell = link.tier.get, link.late
+
+    def slow(spec, into):
+        time.sleep(5 * soak_storage_jobs.SHORT_S)
+        return get(spec, into)
+
+    def told_late():
+        late["late"] += 1
+        tell()
+
+    link.tier.get, link.late = slow, told_late
+    play(player, most_s=60.0, enough=lambda: late["late"] > 9)
+    assert late["late"] > 9
 
 
 def test_a_byte_that_a_load_changes_is_found(tmp_path):
