@@ -19,6 +19,7 @@ from ..storage.errors import ConfigError, GeometryError, KVTierError
 from . import assembly, engine_api
 from .config import Config, load
 from .geometry import Geometry, from_kv_cache_config
+from .lookup import MissReason
 from .metrics import KVTierPromMetrics, KVTierStats
 from .namespace_source import NamespaceSource
 from .plan import Plan, RankReport
@@ -86,6 +87,7 @@ class KVTierConnector(base.KVConnectorBase_V1, base.SupportsHMA):
         self._geometry: Geometry | None = None
         self._gauge_step = 0
         self._off: str | None = None
+        self._unserved = 0  # requests since the last report that met it off
         self._short_copies = False
         try:
             engine_api.check_interface()
@@ -202,7 +204,9 @@ class KVTierConnector(base.KVConnectorBase_V1, base.SupportsHMA):
 
     def on_new_request(self, request: Any) -> None:
         """Begin to follow a request."""
-        if self._scheduler is not None:
+        if self._scheduler is None:
+            self._unserved += 1
+        else:
             self._scheduler.on_new_request(request)
 
     def get_num_new_matched_tokens(
@@ -376,6 +380,8 @@ class KVTierConnector(base.KVConnectorBase_V1, base.SupportsHMA):
             data.update(self._worker.take_counts())
         if self._scheduler is not None:
             data.update(self._scheduler.take_counts())
+        if self._unserved:
+            data[f"misses.{MissReason.OFF.value}"], self._unserved = self._unserved, 0
         self._gauge_step += 1
         if data or self._gauge_step % 100 == 1:
             half = self._worker or self._scheduler

@@ -87,12 +87,15 @@ def raises(error):
 
 
 def is_off(connector):
+    connector.on_new_request(None)
     return (
         connector.scheduler_half is None
         and connector.get_num_new_matched_tokens(None, 0) == (0, False)
         and not connector.has_pending_push_work()
         and not connector.build_connector_meta(None).plan.loads
         and connector.reset_cache() is True
+        and connector.get_kv_connector_stats().data == {"misses.off": 1}
+        and connector.get_kv_connector_stats() is None
     )
 
 
