@@ -38,7 +38,6 @@ logger = logging.getLogger("kvtier.audit")
 
 QUEUE_CHUNKS = 16
 NICE = 10
-HANG_S = 60.0
 
 
 @dataclass(frozen=True, slots=True)

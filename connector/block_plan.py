@@ -13,11 +13,9 @@ import numpy as np
 from ..storage.errors import AddressError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Sequence
 
     from numpy.typing import NDArray
-
-MAX_IOVECS = 1024  # Linux IOV_MAX: what one preadv or pwritev takes
 
 _ONE = np.uint64(1)
 
@@ -116,12 +114,6 @@ class BlockPlan:
             spans if isinstance(spans, int) else spans[first_chunk:end_chunk],
             rows,
         )
-
-
-def batches(iovecs: NDArray[np.uint64], limit: int = MAX_IOVECS) -> Iterator[NDArray[np.uint64]]:
-    """Yield views of at most ``limit`` (address, length) pairs."""
-    for first in range(0, len(iovecs), limit):
-        yield iovecs[first : first + limit]
 
 
 def runs(block_ids: NDArray[np.integer]) -> NDArray[np.int64]:

@@ -145,11 +145,6 @@ class CudaDriver:
         """Whether the driver has batched copies (12.8 and later)."""
         return self._batch is not None
 
-    @property
-    def can_batch_rows(self) -> bool:
-        """Whether the driver has batched strided copies."""
-        return self._batch_rows is not None
-
     def use(self) -> None:
         """See `Driver.use`."""
         if not getattr(self._local, "current", False):

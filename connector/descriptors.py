@@ -65,11 +65,6 @@ class GroupDescriptors:
         """Copies of one block."""
         return len(self._base)
 
-    @property
-    def smallest_bytes(self) -> int:
-        """Bytes of the smallest of them."""
-        return int(self._length.min())
-
     def flat_batches(
         self, block_ids: NDArray[np.int64], pages: Addresses, scratch: Scratch
     ) -> Iterator[Flat]:

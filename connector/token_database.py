@@ -43,10 +43,6 @@ class ChunkedTokenDatabase:
 
     # -- keys ---------------------------------------------------------------
 
-    def n_whole_chunks(self, n_tokens: int) -> int:
-        """Return how many whole chunks the first ``n_tokens`` tokens hold."""
-        return n_tokens // self.geometry.chunk_tokens
-
     def chunk_hashes(
         self, block_hashes: Sequence[bytes], n_chunks: int | None = None, first_chunk: int = 0
     ) -> list[bytes]:

@@ -14,7 +14,7 @@ from .tier import ALIGN_BYTES
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-IOV_MAX = 1024
+IOV_MAX = 1024  # of Linux: what one preadv or pwritev takes
 
 
 def padded(length: int) -> int:

@@ -10,7 +10,7 @@ import heapq
 import threading
 from typing import TYPE_CHECKING
 
-from .tier import RecordInfo, TierChanges
+from .tier import TierChanges
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -172,11 +172,3 @@ class Index:
         """Return which keys are known."""
         entries = self._entries
         return [key in entries for key in keys]
-
-    def infos(self) -> list[RecordInfo]:
-        """Return everything known."""
-        with self._lock:
-            return [
-                RecordInfo(key, entry.file_bytes, entry.used_at_s)
-                for key, entry in self._entries.items()
-            ]

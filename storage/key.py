@@ -25,11 +25,6 @@ def chunk_key(prefix_hash: bytes, group: int) -> bytes:
     return prefix_hash + bytes((group,))
 
 
-def split_key(key: bytes) -> tuple[bytes, int]:
-    """Return (prefix hash, group) of a chunk key."""
-    return key[:-1], key[-1]
-
-
 def key_name(key: bytes) -> str:
     """Return the key as people, file names and Redis keys spell it: ``HASH-gN``."""
     return f"{key[:-1].hex()}-g{key[-1]}"

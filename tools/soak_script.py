@@ -26,7 +26,6 @@ from .soak_truth import Noise, TruthStore, measure_noise
 from .soak_types import Ask, Reply, Script, SoakError, Turn
 
 NOISE_PROMPT_TOKENS = (150, 310, 470)
-BUDGET_FACTOR = 2.0  # of the time that the estimate gave
 MIN_TURNS = 4
 SPEED_FACT = "prefill_tokens_per_s"
 NOISE_FACT = "noise"

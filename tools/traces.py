@@ -84,12 +84,6 @@ class Trace:
             longest[request.session] = tokens
         return sorted(longest.values())
 
-    def every_nth_session(self, n: int) -> Trace:
-        """Return the trace with one session of every ``n``; nodes keep their numbers."""
-        kept = {s for i, s in enumerate(sorted({r.session for r in self.requests})) if i % n == 0}
-        requests = tuple(r for r in self.requests if r.session in kept)
-        return Trace(self.name, self.block_tokens, requests, self.n_nodes)
-
 
 class TraceBuilder:
     """Turns hashes into nodes and checks that they can be prefix hashes.

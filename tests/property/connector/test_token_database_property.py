@@ -7,7 +7,7 @@ import random
 import numpy as np
 import pytest
 
-from kvtier.connector.block_plan import batches, runs
+from kvtier.connector.block_plan import runs
 from kvtier.connector.geometry import Geometry, GroupGeometry, GroupKind, Region
 from kvtier.connector.regions import RegionTable
 from kvtier.connector.token_database import ChunkedTokenDatabase
@@ -192,12 +192,3 @@ def test_runs_cover_the_ids_in_ascending_steps_of_one(seed: int) -> None:
     assert [ids[i] + k for i, count in found.tolist() for k in range(count)] == ids
     starts = [i for i, _ in found.tolist()]
     assert all(ids[i] != ids[i - 1] + 1 for i in starts if i)
-
-
-@pytest.mark.parametrize("n", [0, 1, 1023, 1024, 1025, 5000])
-def test_batches_are_within_one_system_call(n: int) -> None:
-    """Batches have at most 1,024 pairs and together are all pairs, as views."""
-    pairs = np.arange(n * 2, dtype=np.uint64).reshape(n, 2)
-    parts = list(batches(pairs))
-    assert all(0 < len(part) <= 1024 and part.base is not None for part in parts)
-    assert [row for part in parts for row in part.tolist()] == pairs.tolist()
