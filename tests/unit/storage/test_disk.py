@@ -11,6 +11,7 @@ import time
 import pytest
 
 from kvtier.storage import disk as disk_module
+from kvtier.storage import disk_tidy
 from kvtier.storage.disk import DiskTier
 from kvtier.storage.errors import KVTierError, RecordError, RecordMissing, TierError, TierRefused
 from kvtier.storage.testing import (
@@ -596,6 +597,32 @@ def test_folders_of_records_that_are_gone_go_too(tmp_path):
     assert (there(young, [11]), there(again, [12])) == ([11], [12])
     for one in (tier, first, young, again):
         one.close()
+
+
+@pytest.mark.parametrize("kind", ["record", "half of one", "own"])
+def test_a_namespace_in_use_is_never_taken_apart(tmp_path, kind):
+    """One record, one half-written file or one engine keep all of it, its description too."""
+    tier = open_tier(tmp_path)
+    fill(tier, [1])
+    tier.close()
+    folder = tmp_path / NAMESPACE.hex()
+    (record,) = folder.rglob("*.kvt")
+    if kind != "record":
+        record.unlink()
+        for level in list(record.relative_to(folder / "r0").parents)[:-1]:
+            (folder / "r0" / level).rmdir()
+    if kind == "half of one":
+        (folder / "r0" / "tmp" / "1-00000000-1.tmp").write_bytes(b"half")
+    age(tmp_path, 90_000)
+    before = sorted(folder.rglob("*"))
+    if kind == "own":
+        disk_tidy.remove_empty(str(tmp_path), [], without=NAMESPACE)
+    else:
+        disk_tidy.remove_namespace(str(tmp_path), NAMESPACE)
+    assert sorted(folder.rglob("*")) == before
+    if kind == "own":  # nobody's it goes
+        disk_tidy.remove_empty(str(tmp_path), [], without=bytes(16))
+        assert not folder.exists()
 
 
 def test_folders_vanish_under_every_write(tmp_path, monkeypatch):
