@@ -33,6 +33,7 @@ logger = logging.getLogger("kvtier.audit")
 
 MAX_OPEN = 8  # audits out with the workers; the rest waits or is given up
 PINNED_SHARE = 8  # at most one device block in so many is pinned
+WRITE_PATIENCE_S = 60.0  # how long a condemned record that is being written is waited for
 NULL_BLOCK = 0
 REASON = "audit"
 
@@ -106,14 +107,17 @@ class Auditor:
         self._jobs: list[AuditJob] = []
         self._open: dict[int, _Open] = {}
         self._removals: list[Removal] = []
-        self._writing: list[Entry] = []  # dropped while a save was still writing them below
+        # Dropped while a save was still writing them below, and when.
+        self._writing: list[tuple[Entry, float]] = []
         self._max_pinned = max(1, geometry.num_blocks // PINNED_SHARE)
         self.worst_mean = 0.0  # of all audits that found no more than noise
 
     @property
     def waiting(self) -> bool:
-        """Whether something is planned that no step has carried yet."""
-        return bool(self._jobs or self._removals or self._writing)
+        """Whether something is planned, or due, that no step has carried yet."""
+        late_s = self._ledger.clock() - WRITE_PATIENCE_S
+        due = any(entry.writes == 0 or at_s >= late_s for entry, at_s in self._writing)
+        return bool(self._jobs or self._removals or due)
 
     # -- which hits -----------------------------------------------------------
 
@@ -231,10 +235,12 @@ class Auditor:
 
     def take_removals(self) -> tuple[Removal, ...]:
         """Return (tier, key, reason) of records to take out of sight, for this step's plan."""
-        written = [entry for entry in self._writing if entry.writes == 0]
+        written = [entry for entry, _ in self._writing if entry.writes == 0]
         if written:
-            self._writing = [entry for entry in self._writing if entry.writes]
+            self._writing = [(entry, at_s) for entry, at_s in self._writing if entry.writes]
+            left = {entry.key for entry, _ in self._writing}
             for entry in written:
+                self._catalog.ban(entry.key, banned=entry.key in left)
                 self._drop(entry.key)
         removals, self._removals = tuple(self._removals), []
         return removals
@@ -303,8 +309,9 @@ class Auditor:
         entry = self._catalog.get(key)
         if entry is not None:
             self._catalog.drop(key)
-            if entry.writes:
-                self._writing.append(entry)  # and once more when it has been written
+            if entry.writes:  # once more when it has been written, and not served till then
+                self._writing.append((entry, self._ledger.clock()))
+                self._catalog.ban(key, banned=True)
         self._removals += [(tier, key, REASON) for tier in self._catalog.tiers]
 
     def reset(self) -> None:

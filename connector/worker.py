@@ -122,6 +122,10 @@ class WorkerHalf:
             self._enter(plan.namespace)
         for job_id in plan.cancels:
             self.transfer.cancel_load(job_id)
+        for tier, key, reason in plan.removals:  # before the loads, which must not read those
+            link = self.transfer.links.get(tier)
+            if link is not None:
+                link.condemn(key, reason)
         if plan.loads:
             # Zeroing and copy-on-write of this step are in the stream already; the
             # loads must come after them.
@@ -130,10 +134,6 @@ class WorkerHalf:
                 self.transfer.submit_load(load, after)
         self._saves.extend(plan.saves if self._writes else map(_copy_only, plan.saves))
         self._audit_jobs.extend(plan.audits)
-        for tier, key, reason in plan.removals:
-            link = self.transfer.links.get(tier)
-            if link is not None:
-                link.condemn(key, reason)
         for tier, keys in plan.touches:
             link = self.transfer.links.get(tier)
             if link is not None:

@@ -58,6 +58,7 @@ class Catalog:
         self._spare = Ages[Entry]()
         self._only = Ages[Entry]()
         self._orphans: dict[Entry, None] = {}  # dropped, their pages still in use
+        self._banned: set[bytes] = set()
         self._tick = 0
         self._on_tier = [0] * len(self.tiers)
         self._offline = [False] * len(self.tiers)
@@ -334,7 +335,9 @@ class Catalog:
     # -- lower tiers -----------------------------------------------------
 
     def tier_added(self, tier: str, key: bytes, rank: int, n_blocks: int = 0) -> None:
-        """Rank ``rank`` holds a record of ``key`` on ``tier``."""
+        """Rank ``rank`` holds a record of ``key`` on ``tier``; nothing happens for a banned one."""
+        if key in self._banned:
+            return
         i = self.tiers.index(tier)
         entry = self._entries.get(key)
         if entry is None:
@@ -385,6 +388,10 @@ class Catalog:
             if entry.pins == 0:
                 self._release(entry)
 
+    def ban(self, key: bytes, banned: bool) -> None:
+        """Let no record below RAM count for ``key``, whoever tells of one; or let it again."""
+        (self._banned.add if banned else self._banned.discard)(key)
+
     def clear(self) -> int:
         """Forget everything; return how many chunks running jobs still hold."""
         held = 0
@@ -392,5 +399,6 @@ class Catalog:
             entry = self._entries[key]
             held += entry.pins > 0
             self.drop(key)
+        self._banned.clear()
         self.gone.clear()
         return held

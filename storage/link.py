@@ -66,7 +66,8 @@ class TierLink:
         self._closing = False
         self._distrust_lock = threading.Lock()
         # Records that are there and must not count as such: the next save replaces them.
-        self._distrusted: dict[bytes, None] = {}
+        # True: their bytes are wrong although they read well, so they are not read.
+        self._distrusted: dict[bytes, bool] = {}
         backoff = {"min_backoff_s": limits.min_backoff_s, "max_backoff_s": limits.max_backoff_s}
         self.breaker = Breaker(clock, self._on_outage, threshold=limits.failures_to_open, **backoff)
         self.write_breaker = Breaker(clock, self._on_refusal, threshold=1, **backoff)
@@ -125,6 +126,12 @@ class TierLink:
         """
         if not self.online:
             return ChunkStatus.TIER_DOWN
+        if self._distrusted.get(spec.key, False):
+            self._counts.add(f"load_failed_chunks.{self.name}.missing")
+            return ChunkStatus.MISSING
+        return self._read(spec, into, slow_s)
+
+    def _read(self, spec: RecordSpec, into: Buffers, slow_s: float) -> ChunkStatus:
         begin_s = self._clock()
         try:
             n_bytes = self.tier.get(spec, into)
@@ -171,9 +178,9 @@ class TierLink:
         self._distrust(key)
         return ChunkStatus.MISSING
 
-    def _distrust(self, key: bytes) -> None:
+    def _distrust(self, key: bytes, *, wrong: bool = False) -> None:
         with self._distrust_lock:
-            self._distrusted[key] = None
+            self._distrusted[key] = wrong
             if len(self._distrusted) > _MAX_DISTRUSTED:
                 del self._distrusted[next(iter(self._distrusted))]
 
@@ -191,8 +198,11 @@ class TierLink:
             self._counts.add(f"quarantine_failed.{self.name}")
 
     def condemn(self, key: bytes, reason: str) -> None:
-        """Take a record out of sight that reads well but is known to be wrong. Never blocks."""
-        self._distrust(key)
+        """Take a record out of sight that reads well but is known to be wrong. Never blocks.
+
+        No load that begins after this reads it.
+        """
+        self._distrust(key, wrong=True)
         self.load_lane.offer(partial(self._condemn, key, reason))
 
     def _condemn(self, key: bytes, reason: str) -> None:

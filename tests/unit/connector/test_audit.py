@@ -5,7 +5,13 @@ from types import SimpleNamespace
 
 import pytest
 
-from kvtier.connector.audit import MAX_OPEN, AuditOptions, Auditor, AuditTracker
+from kvtier.connector.audit import (
+    MAX_OPEN,
+    WRITE_PATIENCE_S,
+    AuditOptions,
+    Auditor,
+    AuditTracker,
+)
 from kvtier.connector.geometry import Geometry, GroupGeometry, GroupKind, Region
 from kvtier.connector.ledger import Ledger
 from kvtier.storage.catalog import Catalog
@@ -30,7 +36,10 @@ class Bench:
         self.catalog = Catalog(("disk",), 1)
         self.catalog.add_pages(200)
         self.pins = []
-        self.ledger = Ledger(self.catalog, n_ranks, self.pins.extend, self.unpin, lambda: 0.0)
+        self.now_s = 0.0
+        self.ledger = Ledger(
+            self.catalog, n_ranks, self.pins.extend, self.unpin, lambda: self.now_s
+        )
         self.counts = Counts()
         ids = iter(range(1, 1000))
         self.auditor = Auditor(
@@ -243,9 +252,62 @@ def test_a_write_under_way_is_undone_when_it_has_ended():
     assert bench.auditor.waiting
     assert bench.auditor.take_removals() == ()
     entry.writes -= 1
-    bench.catalog.tier_added("disk", bench.key(64), 0, 4)
     assert bench.auditor.take_removals() == (("disk", bench.key(64), "audit"),)
     assert bench.catalog.get(bench.key(64)) is None
+    assert not bench.auditor.waiting
+
+
+def test_a_condemned_record_is_not_served_before_its_write_has_ended():
+    """Its tier tells of it when it is there, before the job that wrote it is over: nobody hits."""
+    bench = Bench()
+    bench.store(64, disk=False)
+    entry = bench.catalog.get(bench.key(64))
+    entry.writes += 1
+    bench.admit(0, 64)
+    (job,) = bench.plan(64)
+    bench.end(job, layer(True))
+    bench.auditor.take_removals()
+    bench.catalog.tier_added("disk", bench.key(64), 0)
+    assert bench.catalog.source(bench.key(64)) is None
+    assert bench.auditor.take_removals() == ()
+    entry.writes -= 1
+    assert bench.auditor.take_removals() == (("disk", bench.key(64), "audit"),)
+    bench.catalog.tier_added("disk", bench.key(64), 0)  # one that was computed anew
+    assert bench.catalog.source(bench.key(64)) == "disk"
+
+
+def test_a_write_that_hangs_keeps_no_engine_stepping():
+    """A condemned record that is being written is waited for, but not for ever."""
+    bench = Bench()
+    bench.store(64)
+    entry = bench.catalog.get(bench.key(64))
+    entry.writes += 1
+    bench.admit(0, 64)
+    (job,) = bench.plan(64)
+    bench.end(job, layer(True))
+    bench.auditor.take_removals()
+    assert bench.auditor.waiting
+    bench.now_s += WRITE_PATIENCE_S + 1.0
+    assert not bench.auditor.waiting
+    entry.writes -= 1
+    assert bench.auditor.waiting
+    assert len(bench.auditor.take_removals()) == 1
+    assert not bench.auditor.waiting
+
+
+def test_a_reset_forgets_what_was_condemned():
+    """After a reset the keys mean other bytes."""
+    bench = Bench()
+    bench.store(64)
+    entry = bench.catalog.get(bench.key(64))
+    entry.writes += 1
+    bench.admit(0, 64)
+    (job,) = bench.plan(64)
+    bench.end(job, layer(True))
+    bench.catalog.clear()
+    bench.auditor.reset()
+    bench.catalog.tier_added("disk", bench.key(64), 0)
+    assert bench.catalog.source(bench.key(64)) == "disk"
     assert not bench.auditor.waiting
 
 

@@ -290,6 +290,20 @@ def test_cancel_and_touch(ranks):
     assert rank.tiers[0].touched == rank.tiers[0].gone == [key(1)]
 
 
+def test_a_load_planned_with_a_removal(ranks):
+    """What a plan takes out of sight, a load of the same plan does not read."""
+    rank = ranks()
+    rank.step(Plan(namespace=namespace()))
+    removals = (("disk", key(1), "audit"),)
+    for number in range(1, 6):
+        rank.stores[bytes(16)][key(1)] = bytes(2 * PAGE)
+        rank.step(Plan(loads=(load(number, 1, [7, 8]),), removals=removals))
+        rank.until(LoadRetired, number)
+        while len(rank.tiers[0].gone) < number:
+            threading.Event().wait(0.001)
+    assert len(rank.failed) == 5
+
+
 def test_a_tier_with_a_bug_does_not_reach_the_engine(ranks):
     """Whatever a tier raises, no call of the engine's thread raises."""
     rank = ranks()

@@ -166,6 +166,24 @@ def test_a_condemned_record_is_never_taken_for_the_save_s_own(link, tier):
     until(lambda: tier.quarantined)
 
 
+def test_a_condemned_record_is_not_read_while_it_is_still_there(link, tier, counts):
+    """What is known to be wrong is missing from now on, however long its removal takes."""
+    tier.records[SPEC.key] = bytes(PAGE)
+    gate = tier.gates["get"]
+    gate.shut()
+    for _ in range(LinkLimits().load_threads):
+        link.load_lane.offer(lambda: link.load(RecordSpec(key(2), 0, 16, PAGE), page()))
+    gate.wait_came(LinkLimits().load_threads)
+    link.condemn(SPEC.key, "audit")
+    assert link.load(SPEC, page()) is ChunkStatus.MISSING
+    assert counts.take() == {"load_failed_chunks.disk.missing": 1}
+    gate.open()
+    until(lambda: tier.quarantined)
+    until(lambda: link.load_lane.idle)
+    assert link.save(SPEC, page())
+    assert link.load(SPEC, page()) is ChunkStatus.OK
+
+
 def test_slow_reads_open_the_breaker(link, tier, clock, counts):
     """Records that come later than anybody waits for them count against the tier."""
     tier.records[SPEC.key] = bytes(PAGE)
