@@ -27,6 +27,8 @@ from ..storage.jobs import (
     SaveRetired,
 )
 
+STEP_PATIENCE_S = 5.0  # how long a job that nobody waits for keeps the engine stepping
+
 
 @dataclass(slots=True)
 class _Save:
@@ -48,6 +50,7 @@ class _Load:
     retires_left: int
     worst: list[int]
     filled: list[bool]
+    opened_at_s: float
     ok: bool = True
 
 
@@ -58,6 +61,7 @@ class _Audit:
     device_blocks: list[int]
     copies_left: int
     dones_left: int
+    opened_at_s: float
     results: list[AuditDone] = field(default_factory=list)
 
 
@@ -109,6 +113,19 @@ class Ledger:
         """Whether any job has not been answered in full."""
         return bool(self._saves or self._loads or self._audits)
 
+    def urgent(self, patience_s: float = STEP_PATIENCE_S) -> bool:
+        """Whether the engine must step for a job: its blocks or a request wait, or it is young.
+
+        The end of any other is told whenever the engine steps next; it may never come, where
+        a tier hangs, and a pause or a stop waits for an engine that has nothing to step for.
+        """
+        since_s = self.clock() - patience_s
+        return (
+            any(save.copies_left or save.opened_at_s > since_s for save in self._saves.values())
+            or any(load.dones_left or load.opened_at_s > since_s for load in self._loads.values())
+            or any(a.copies_left or a.opened_at_s > since_s for a in self._audits.values())
+        )
+
     def pinning(self, patience_s: float) -> bool:
         """Whether device blocks are held that will soon come back by themselves."""
         if self.pinned_blocks == 0:
@@ -141,6 +158,7 @@ class Ledger:
             self.n_ranks,
             [ChunkStatus.OK] * n,
             [True] * n,
+            self.clock(),
         )
 
     def save_copied(self, event: SaveCopied) -> None:
@@ -213,7 +231,8 @@ class Ledger:
         self.pinned_blocks += len(blocks)
         if job.pages is not None:
             self.catalog.pin(entry)
-        self._audits[job.job_id] = _Audit(job, entry, blocks, self.n_ranks, self.n_ranks)
+        n, now_s = self.n_ranks, self.clock()
+        self._audits[job.job_id] = _Audit(job, entry, blocks, n, n, now_s)
 
     def audit_copied(self, event: AuditCopied) -> None:
         """One rank has read the device blocks of an audit."""

@@ -375,7 +375,7 @@ class SchedulerHalf:
     def pending(self) -> bool:
         """Answer `has_pending_push_work`: whether the engine must go on stepping."""
         if (
-            self._ledger.outstanding
+            self._ledger.urgent()
             or self._cancels
             or self._saves.waiting
             or self._auditor.waiting
@@ -383,6 +383,11 @@ class SchedulerHalf:
         ):
             return True
         return self._tier_states.starting()
+
+    @property
+    def outstanding(self) -> bool:
+        """Whether any job has not been answered in full, be it that nobody waits for it."""
+        return self._ledger.outstanding
 
     def frees_soon(self) -> bool:
         """Answer `has_pending_block_frees`: whether saves in flight will free device blocks."""

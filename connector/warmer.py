@@ -39,7 +39,7 @@ class _Running:
     age: int
     pages_left: int
     next_key: int = 0
-    under_way: list[tuple[Entry, str]] = field(default_factory=list)
+    under_way: list[tuple[Entry, str, float]] = field(default_factory=list)  # since when
 
 
 class Warmer:
@@ -119,11 +119,12 @@ class Warmer:
         return _Running(request, self._catalog.age(), pages)
 
     def _look_back(self, running: _Running) -> None:
-        """Count what has come since the last step."""
+        """Count what has come since the last step; a read that hangs is given up."""
         under_way = []
-        for entry, source in running.under_way:
-            if entry.ram is RamState.FILLING and not entry.dead:
-                under_way.append((entry, source))
+        late_s = self._ledger.clock() - DEADLINE_S
+        for entry, source, since_s in running.under_way:
+            if entry.ram is RamState.FILLING and not entry.dead and since_s >= late_s:
+                under_way.append((entry, source, since_s))
             elif entry.ram is RamState.READY and not entry.dead:
                 running.request.count("loaded")
                 self._counts.add(f"warmed_chunks.{source}")
@@ -159,7 +160,7 @@ class Warmer:
             return None
         running.pages_left -= n_blocks
         entry.used = max(entry.used, running.age - end_tokens)
-        running.under_way.append((entry, source))
+        running.under_way.append((entry, source, self._ledger.clock()))
         chunk = LoadChunk(
             key, key[-1], start, end_tokens, source, n_blocks, 0, _NO_BLOCKS, entry.pages
         )

@@ -226,6 +226,18 @@ class Engine:
             n_bytes += len(group.layer_names) * spec.page_size_bytes / spec.block_size
         return round(n_bytes)
 
+    @property
+    def storing(self) -> bool:
+        """Whether anything that the connector started is outstanding.
+
+        An engine does not step for all of it: not for a call that hangs.
+        """
+        if self.connector is None:
+            return False
+        half = getattr(self.connector, "scheduler_half", None)
+        outstanding = half is not None and half.outstanding
+        return bool(outstanding or self.connector.has_pending_push_work())
+
     def drain(self, timeout_s: float = DRAIN_TIMEOUT_S) -> None:
         """Step until nothing that the connector started is outstanding.
 
@@ -233,7 +245,7 @@ class Engine:
             EngineError: something still is, after ``timeout_s``.
         """
         deadline_s = self._clock() + timeout_s
-        while self.connector is not None and self.connector.has_pending_push_work():
+        while self.storing:
             if self._clock() > deadline_s:
                 raise EngineError(f"saves are still outstanding after {timeout_s:.0f} s")
             self._llm.llm_engine.step()

@@ -68,7 +68,7 @@ class SoakEngine(Engine):
     @property
     def pending(self) -> bool:
         """Whether the connector has work that only steps bring on."""
-        return self.connector is not None and bool(self.connector.has_pending_push_work())
+        return self.storing
 
     def step(self) -> list[tuple[str, Reply]]:
         """Step once; return what was finished."""

@@ -262,7 +262,9 @@ class Engine:
     def drain(self, timeout_s=30.0):
         """Step until nothing that kvtier started is outstanding."""
         end_s = time.monotonic() + timeout_s
-        while self.connector is not None and self.connector.has_pending_push_work():
+        while self.connector is not None and (
+            self.connector.has_pending_push_work() or (self.half and self.half.outstanding)
+        ):
             assert time.monotonic() < end_s, "kvtier's work never drains"
             self.step()
             time.sleep(0.0005)

@@ -205,6 +205,24 @@ def test_pinning_is_hopeful_for_a_while_only(ledger, catalog, clock, n_ranks):
     assert not ledger.pinning(100.0)
 
 
+def test_a_job_is_stepped_for_while_somebody_waits_or_it_is_young(ledger, catalog, clock, n_ranks):
+    """Device blocks and requests are waited for; what hangs behind them is not, after a while."""
+    assert not ledger.urgent(5.0)
+    open_save(ledger, catalog, 5)
+    open_load(ledger, catalog, n_ranks)
+    clock.advance(100.0)
+    assert ledger.urgent(5.0)
+    for _ in range(n_ranks):
+        ledger.save_copied(SaveCopied(1, bytes([OK])))
+    assert ledger.urgent(5.0), "a request waits"
+    assert ledger.urgent(200.0)
+    for _ in range(n_ranks):
+        ledger.load_done(LoadDone(7, "r", bytes([OK] * 3), ok=True))
+    assert not ledger.urgent(5.0), "a write and a read hang"
+    assert ledger.urgent(200.0)
+    assert ledger.outstanding
+
+
 def test_a_write_back_that_reached_not_every_rank(ledger, catalog, clock, n_ranks):
     """Nothing held below RAM after a write-back is noted; something held is not."""
     entries = open_save(ledger, catalog, 1, blocks=False)

@@ -12,7 +12,14 @@ from kvtier.connector.tier_states import INDEX_WAIT_S
 from kvtier.connector.tracker import SharedOptions
 from kvtier.connector.write_back import WritePolicy
 from kvtier.storage.catalog import RAM
-from kvtier.storage.jobs import ChunkStatus, LoadDone, LoadRetired, TierNews
+from kvtier.storage.jobs import (
+    ChunkStatus,
+    LoadDone,
+    LoadRetired,
+    SaveCopied,
+    SaveRetired,
+    TierNews,
+)
 
 from .halves import CHUNK, OK, Half, geometry_of, group, request_of
 
@@ -389,6 +396,32 @@ def test_nobody_waits_for_a_read_that_hangs():
     job = the_load(half)
     half.tell(LoadDone(job.job_id, "a", bytes([ChunkStatus.DEADLINE] * 3), ok=False))
     assert half.half.lookup(request_of("b", 200), 0) == (192, True)
+
+
+def test_no_engine_steps_for_ever_for_a_call_that_hangs():
+    """An idle engine steps for writes and reads for a while; a pause or a stop waits for that."""
+    half, request = stored()
+    half.half.lookup(request, 0)
+    half.admit(request, 192)
+    job = the_load(half)
+    half.clock.advance(60.0)
+    half.plan()
+    assert half.half.pending(), "a request waits"
+    half.tell(LoadDone(job.job_id, "a", bytes([ChunkStatus.DEADLINE] * 3), ok=False))
+    assert not half.half.pending()
+    other = request_of("b", 128, seed=3)
+    half.table(other, 128)
+    half.half.on_new_request(other)
+    (save,) = half.plan(b=128).saves
+    half.clock.advance(60.0)
+    assert half.half.pending(), "device blocks are pinned"
+    half.tell(SaveCopied(save.job_id, bytes([OK] * len(save.chunks))))
+    assert not half.half.pending()
+    half.tell(LoadRetired(job.job_id, bytes(3)))
+    half.tell(SaveRetired(save.job_id))
+    half.half.finished(request, half.tables["a"])
+    half.half.finished(other, half.tables["b"])
+    assert half.catalog.pinned_pages == 0
 
 
 def unread_index():

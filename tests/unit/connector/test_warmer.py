@@ -18,7 +18,7 @@ import pytest
 from kvtier.connector import control
 from kvtier.connector.control import ControlServer, check_owner, parse_wish
 from kvtier.connector.warm_request import MAX_KEYS, WarmRequest
-from kvtier.connector.warmer import CHUNKS_UNDER_WAY
+from kvtier.connector.warmer import CHUNKS_UNDER_WAY, DEADLINE_S
 from kvtier.storage.catalog import RAM
 from kvtier.storage.errors import KVTierError
 from kvtier.storage.jobs import ChunkStatus, LoadDone, LoadRetired, TierNews
@@ -211,6 +211,24 @@ def test_nobody_waits_any_more():
         half.load_ends(job, *[ChunkStatus.CANCELLED] * 8)
         half.plan()
         assert half.catalog.pinned_pages == 0
+
+
+def test_a_read_that_hangs_ends_a_wish():
+    """What has not come by the end of its time is told as failed; the next wish has its turn."""
+    half, _, wish = half_of(20, pages=400)
+    half.wishes.put(wish)
+    (job,) = half.plan().loads
+    wish.cancel()
+    half.tell(LoadDone(job.job_id, "", bytes([ChunkStatus.DEADLINE] * 8), ok=False))
+    half.clock.advance(DEADLINE_S - 1.0)
+    half.plan()
+    assert not wish.over
+    half.clock.advance(2.0)
+    half.plan()
+    assert (wish.as_dict()["state"], wish.as_dict()["skipped"]) == ("cancelled", {"failed": 8})
+    assert not half.half.pending()
+    half.tell(LoadRetired(job.job_id, bytes(8)))
+    assert half.at_rest()
 
 
 def test_all_ranks_must_have_it():
