@@ -16,6 +16,7 @@ from .gate import Gate
 from .geometry import Geometry, GroupKind
 from .lookup import NOWHERE, Hit, MissReason, PrefixLookup
 from .shared_lookup import SharedLookup
+from .tier_states import TierStates
 from .tracker import Tracker
 
 SHARED_LOAD_WAIT_S = 10.0  # longest wait for another request's load of the same chunks
@@ -38,6 +39,7 @@ class Admission:
         shared: SharedLookup,
         gate: Gate,
         auditor: Auditor,
+        tier_states: TierStates,
         counts: Counts,
         clock: Callable[[], float],
         *,
@@ -49,6 +51,7 @@ class Admission:
         self._shared = shared
         self._gate = gate
         self._auditor = auditor
+        self._tier_states = tier_states
         self._counts = counts
         self._clock = clock
         self._lookup_deadline_s = lookup_deadline_s
@@ -79,7 +82,8 @@ class Admission:
         if tracker.ram_only:
             hit = self._in_ram(hashes, local_tokens, hit.tokens)
         elif hit.tokens < limit:
-            if self._ask_shared(tracker, hashes, hit.tokens, limit):
+            asking = self._ask_shared(tracker, hashes, hit.tokens, limit)
+            if asking or self._may_be_told(limit - hit.tokens):
                 return None
             if tracker.late and hit.reason in NOWHERE:
                 hit = Hit(hit.tokens, MissReason.LATE)
@@ -129,6 +133,10 @@ class Admission:
         tracker.late = True
         self._counts.add("lookups_late")
         return False
+
+    def _may_be_told(self, n_tokens: int) -> bool:
+        """Whether a step will perhaps tell of so many tokens more, enough to be worth it."""
+        return n_tokens >= self._geometry.chunk_tokens and self._tier_states.untold()
 
     def _gated(self, hashes: Sequence[bytes], local_tokens: int, hit: Hit) -> Hit:
         """Cut a hit to the length that pays."""

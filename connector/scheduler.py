@@ -97,7 +97,9 @@ class SchedulerHalf:
         )
         self._shared = SharedLookup(geometry, catalog, clock, self.counts)
         self.gate = Gate(self.options.load_policy)
-        self._tier_states = TierStates(catalog, self._shared, n_ranks, clock)
+        self._tier_states = TierStates(
+            catalog, self._shared, n_ranks, clock, self.options.shared.tiers
+        )
         self._admission = Admission(
             geometry,
             catalog,
@@ -105,6 +107,7 @@ class SchedulerHalf:
             self._shared,
             self.gate,
             self._auditor,
+            self._tier_states,
             self.counts,
             clock,
             lookup_deadline_s=self.options.lookup_deadline_s,
@@ -284,6 +287,7 @@ class SchedulerHalf:
         """Answer `build_connector_meta`."""
         n_tokens = scheduler_output.total_num_scheduled_tokens
         self.gate.note_step(self._clock(), n_tokens)
+        self._tier_states.stepping()
         fresh = self._open_namespace()
         if self._namespace is not None:
             offers = engine_api.boundary_offloads(scheduler_output)

@@ -12,6 +12,7 @@ from ..storage.jobs import TierNews
 from .plan import RankReport
 from .shared_lookup import SharedLookup
 
+NEWS_AGE_S = 1.0  # what comes to a tier while no step is made for so long, nobody has told
 INDEX_WAIT_S = 10.0  # longest wait for the tiers' indexes, all lookups together
 
 
@@ -21,10 +22,16 @@ class TierStates:
     Args:
         shared: is told what a shared tier was found to hold, and when to doubt it.
         clock: monotonic seconds.
+        asked: tiers that are asked what they hold, and do not tell by themselves.
     """
 
     def __init__(
-        self, catalog: Catalog, shared: SharedLookup, n_ranks: int, clock: Callable[[], float]
+        self,
+        catalog: Catalog,
+        shared: SharedLookup,
+        n_ranks: int,
+        clock: Callable[[], float],
+        asked: Collection[str] = (),
     ) -> None:
         self._catalog = catalog
         self._shared = shared
@@ -32,6 +39,21 @@ class TierStates:
         self._incomplete = {(tier, rank) for tier in catalog.tiers for rank in range(n_ranks)}
         self._offline: set[tuple[str, int]] = set()
         self._wait_until_s: float | None = None
+        self._telling = [tier for tier in catalog.tiers if tier not in asked]
+        self._stepped_at_s = clock()
+
+    def stepping(self) -> None:
+        """A step is being planned: with it the workers will say what they know."""
+        self._stepped_at_s = self._clock()
+
+    def untold(self) -> bool:
+        """Whether the engine has rested so long that a tier may hold what a step will tell of.
+
+        An engine that computes nothing does not step, and hears nothing of what others save.
+        """
+        if self._clock() - self._stepped_at_s <= NEWS_AGE_S:
+            return False
+        return any(not self._catalog.is_offline(tier) for tier in self._telling)
 
     def settle(self, news: TierNews, report: RankReport) -> None:
         """Take in what one rank says of one tier."""

@@ -8,7 +8,7 @@ from kvtier.connector.admission import SHARED_LOAD_WAIT_S
 from kvtier.connector.geometry import GroupKind
 from kvtier.connector.lookup import MissReason
 from kvtier.connector.plan import RankReport
-from kvtier.connector.tier_states import INDEX_WAIT_S
+from kvtier.connector.tier_states import INDEX_WAIT_S, NEWS_AGE_S
 from kvtier.connector.tracker import SharedOptions
 from kvtier.connector.write_back import WritePolicy
 from kvtier.storage.catalog import RAM
@@ -446,6 +446,7 @@ def test_the_index_is_waited_for_once():
     half = unread_index()
     assert half.half.lookup(request_of("a", 200), 0) == (None, False)
     half.clock.advance(INDEX_WAIT_S + 0.1)
+    half.plan()
     for name in "abc":
         assert half.half.lookup(request_of(name, 200), 0) == (0, False)
     assert not half.half.pending()
@@ -457,6 +458,32 @@ def test_an_index_of_a_tier_that_is_off_is_not_waited_for():
     half.tell(TierNews("disk", complete=False, online=False))
     assert half.half.lookup(request_of("a", 200), 0) == (0, False)
     assert not half.half.pending()
+
+
+def test_an_idle_engine_hears_of_others_records_before_it_computes():
+    """Workers tell with a step: after a rest the first lookup waits for one where it can gain."""
+    half, request = stored()
+    half.plan()
+    half.clock.advance(NEWS_AGE_S + 0.1)
+    later = request_of("b", 200, seed=4)
+    assert half.half.lookup(later, 0) == (None, False)
+    half.plan()
+    half.tell(TierNews("disk", added=(half.key(later, 64), half.key(later, 128))))
+    assert half.half.lookup(later, 0) == (128, True)
+    half.clock.advance(NEWS_AGE_S + 0.1)
+    assert half.half.lookup(request, 0) == (192, True), "nothing to be gained"
+    assert half.half.lookup(request_of("c", 60, seed=5), 0) == (0, False), "less than a chunk"
+    half.tell(TierNews("disk", online=False))
+    assert half.half.lookup(request_of("d", 200, seed=6), 0) == (0, False), "off"
+
+
+def test_nobody_waits_for_news_of_tiers_that_are_asked():
+    """Tiers that engines ask have no news; without a lower tier there is none either."""
+    for options in ({"tiers": ("redis",), "shared": SharedOptions(("redis",))}, {"tiers": ()}):
+        half = Half(**options)
+        half.plan()
+        half.clock.advance(100.0)
+        assert half.half.lookup(request_of("a", 200), 0) == (0, False)
 
 
 class Silent:
