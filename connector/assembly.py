@@ -183,7 +183,7 @@ def build_worker(
         plan,
         {group.group_id: group.padded_block_bytes for group in geometry.groups},
         mover,
-        lambda info: open_tiers(config, info, rank // replicas, n_ranks, item_bytes, keys),
+        TierOpener(config, rank // replicas, n_ranks, item_bytes, keys),
         time.monotonic,
         TransferLimits(links=links),
         replicas=replicas,
@@ -214,34 +214,56 @@ def _link_limits(config: Config) -> LinkLimits:
     )
 
 
-def open_tiers(
-    config: Config,
-    info: NamespaceInfo,
-    rank: int,
-    n_ranks: int,
-    item_bytes: int,
-    keys: KeyRing | None = None,
-) -> Sequence[Tier]:
-    """Open the configured tiers below RAM for a namespace. Does not wait for them."""
-    tiers: list[Tier] = []
-    if config.disk is not None:
+class TierOpener:
+    """Opens the configured tiers below RAM for a namespace, one rank's. Does not wait for them.
+
+    The folder's tier stays what it is where only the shared tiers' namespace is another: they
+    may answer late, and its index costs a walk of the folder.
+    """
+
+    def __init__(
+        self, config: Config, rank: int, n_ranks: int, item_bytes: int, keys: KeyRing | None
+    ) -> None:
+        self._config = config
+        self._rank = rank
+        self._n_ranks = n_ranks
+        self._item_bytes = item_bytes
+        self._keys = keys
+        self._folder: tuple[tuple[bytes, int], Tier] | None = None  # of which namespace
+
+    def __call__(self, info: NamespaceInfo) -> Sequence[Tier]:
+        """Return the tiers of a namespace; whoever is handed none closes those before."""
+        folder, self._folder = self._folder, None
+        tiers: list[Tier] = []
+        place = (info.digest, info.generation)
+        if self._config.disk is not None:
+            same = folder is not None and folder[0] == place
+            tiers.append(folder[1] if folder and same else self._open_folder(info))
+        if self._config.redis is not None and info.shared_digest is not None:
+            tiers.append(
+                shared_tiers.open_redis(
+                    self._config, info, self._rank, self._item_bytes, self._keys
+                )
+            )
+        if self._config.disk is not None:
+            self._folder = (place, tiers[0])
+        return tiers
+
+    def _open_folder(self, info: NamespaceInfo) -> Tier:
         from ..storage.disk import DiskTier  # noqa: PLC0415 (only where it is used)
 
+        config = self._config
+        assert config.disk is not None
         assert config.disk_capacity_bytes is not None
-        capacity = config.disk_capacity_bytes * (n_ranks if config.size_scope == "per_rank" else 1)
-        tiers.append(
-            DiskTier(
-                config.disk,
-                info.digest,
-                rank,
-                capacity,
-                codec=config.disk_codec,
-                item_bytes=item_bytes,
-                description=info.description,
-                keys=keys,
-                reads_at_once=-(-config.load_threads // 2),
-            )
+        scale = self._n_ranks if config.size_scope == "per_rank" else 1
+        return DiskTier(
+            config.disk,
+            info.digest,
+            self._rank,
+            config.disk_capacity_bytes * scale,
+            codec=config.disk_codec,
+            item_bytes=self._item_bytes,
+            description=info.description,
+            keys=self._keys,
+            reads_at_once=-(-config.load_threads // 2),
         )
-    if config.redis is not None and info.shared_digest is not None:
-        tiers.append(shared_tiers.open_redis(config, info, rank, item_bytes, keys))
-    return tiers

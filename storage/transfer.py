@@ -110,21 +110,26 @@ class Transfer:
     def set_tiers(self, tiers: Sequence[Tier], generation: int = 0) -> None:
         """Use these tiers from now on; those in use before are closed in the background.
 
+        One that is in use already goes on as it is, where the generation is the same.
         A tier that has limits but is not among them counts as off.
 
         Jobs of another ``generation`` load nothing and write nothing from here on, and
         a load of one that is over but not told yet is told as failed.
         """
-        old = self._links
+        old = dict(self._links)
         links = {}
         for tier in tiers:
+            known = old.get(tier.name)
+            if known is not None and known.tier is tier and generation == self._generation:
+                links[tier.name] = old.pop(tier.name)
+                continue
+            self._told_complete.discard(tier.name)
             limits = self.limits.links.get(tier.name, LinkLimits())
             links[tier.name] = TierLink(tier, self.counts, self._clock, limits)
             self._online[tier.name] = True
             self._emit(TierNews(tier.name, complete=False, reset=True))
         for name in self.limits.links.keys() - links.keys():
             self._emit(TierNews(name, online=False, reset=True))
-        self._told_complete.clear()
         self._generation, self._links = generation, links
         self._give_up_loads_of_old()
         for link in old.values():

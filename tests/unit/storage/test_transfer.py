@@ -562,6 +562,28 @@ def test_news_of_a_tier_that_could_not_be_opened(bench):
     assert (news.tier, news.online, news.reset, news.complete) == ("disk", False, True, True)
 
 
+def test_a_tier_that_stays_goes_on_as_it_was(bench):
+    """The same tier again, of the same generation: loads go on, nothing known of it is void."""
+    bench.transfer.poll()
+    link = bench.transfer.links["disk"]
+    bench.take()
+    bench.events.clear()
+    keep(bench, 1, 41)
+    bench.tier.gates["get"].shut()
+    job = bench.load(load_chunk(1, [5], [20]))
+    bench.tier.gates["get"].wait_came(1)
+    bench.transfer.set_tiers([bench.tier, HeldTier("redis")], 0)
+    bench.tier.gates["get"].open()
+    assert bench.wait(job, LoadDone).ok
+    bench.clock.advance(1.0)
+    bench.transfer.poll()
+    assert {(n.tier, n.reset) for n in bench.news()} >= {("redis", True)}
+    assert "disk" not in {n.tier for n in bench.news()}
+    assert bench.transfer.links["disk"] is link
+    bench.transfer.set_tiers([HeldTier(), HeldTier("redis")], 0)
+    until(lambda: bench.tier.closed)
+
+
 def test_a_tier_that_raises_does_not_reach_poll(bench):
     """`poll` runs on the engine's thread: no bug of a tier gets through it."""
     bench.tier.errors["changes"] = RuntimeError("bug")
