@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import heapq
 import threading
+from itertools import islice
 from typing import TYPE_CHECKING
 
 from .tier import TierChanges
@@ -15,7 +16,9 @@ from .tier import TierChanges
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
-_MAX_CHANGES = 50_000  # given out at once, so that the taker's step stays short
+# Given out at once, so that the taker's step stays short: a change costs it microseconds.
+MAX_CHANGES = 5_000
+_MAX_FIRST = 50_000  # while the first index is taken in, for which requests wait
 
 
 class Entry:
@@ -47,6 +50,7 @@ class Index:
         self._touched: dict[bytes, float] = {}
         self._walk = 0
         self._complete = False
+        self._told = False  # that it is complete
         self.stored_bytes = 0
 
     def __len__(self) -> int:
@@ -156,12 +160,14 @@ class Index:
     def changes(self) -> TierChanges:
         """Return and forget what came and went, a bounded number at once."""
         with self._lock:
-            if len(self._pending) <= _MAX_CHANGES:
+            limit = MAX_CHANGES if self._told else _MAX_FIRST
+            if len(self._pending) <= limit:
                 taken, self._pending = self._pending, {}
             else:
-                keys = list(self._pending)[:_MAX_CHANGES]
+                keys = list(islice(self._pending, limit))
                 taken = {key: self._pending.pop(key) for key in keys}
             complete = self._complete and not self._pending
+            self._told |= complete
         return TierChanges(
             added=tuple(key for key, added in taken.items() if added),
             removed=tuple(key for key, added in taken.items() if not added),

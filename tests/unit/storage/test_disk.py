@@ -13,6 +13,7 @@ import pytest
 from kvtier.storage import disk as disk_module
 from kvtier.storage import disk_tidy
 from kvtier.storage.disk import DiskTier
+from kvtier.storage.disk_index import MAX_CHANGES, Index
 from kvtier.storage.errors import KVTierError, RecordError, RecordMissing, TierError, TierRefused
 from kvtier.storage.testing import (
     NAMESPACE,
@@ -260,6 +261,24 @@ def test_changes_of_its_own(tmp_path):
     tier.close()
 
 
+def test_news_come_in_pieces_once_the_first_index_is_told():
+    """A store that is deleted, or comes back, under a running engine costs no step much."""
+    index = Index()
+    keys = [key_of(n) for n in range(3 * MAX_CHANGES)]
+    for key in keys:
+        index.add(key, RECORD, 0.0, fresh=False)
+    index.set_complete()
+    first = index.changes()
+    assert (len(first.added), first.complete) == (len(keys), True)
+    for key in keys:
+        index.discard(key)
+    pieces = []
+    while not pieces or not pieces[-1].complete:
+        pieces.append(index.changes())
+    assert [len(piece.removed) for piece in pieces] == [MAX_CHANGES] * 3
+    assert [key for piece in pieces for key in piece.removed] == keys
+
+
 def test_journal_is_replaced_before_it_grows(tmp_path, monkeypatch):
     """The journal stays small, and readers lose nothing when it is replaced."""
     from kvtier.storage import disk_journal
@@ -370,6 +389,7 @@ KILLED = """
 import os, sys
 from kvtier.storage import disk_journal, disk_place
 from kvtier.storage.disk import DiskTier
+from kvtier.storage.disk_index import MAX_CHANGES, Index
 from kvtier.storage.testing import *
 
 class Deadly:
@@ -515,6 +535,7 @@ def test_misses_leak_no_descriptors(tmp_path):
 CHILD = """
 import os, sys, random
 from kvtier.storage.disk import DiskTier
+from kvtier.storage.disk_index import MAX_CHANGES, Index
 from kvtier.storage.errors import TierRefused
 from kvtier.storage.testing import *
 root, seed, cap = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
