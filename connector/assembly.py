@@ -26,6 +26,7 @@ from .config import Config
 from .control import FOLDER as CONTROL_FOLDER
 from .control import ControlServer
 from .device_side import CudaSide, HostSide
+from .folders import answers
 from .geometry import Geometry
 from .plan import NamespaceInfo
 from .recorder import Recorder
@@ -131,6 +132,8 @@ def open_control(config: Config) -> ControlServer | None:
     if folder is None and config.disk is not None:
         folder = os.path.join(config.disk, CONTROL_FOLDER)
     if not folder or not config.ram_bytes or not lower_tiers(config):
+        return None
+    if not answers(config.control_folder or config.disk or folder):
         return None
     try:
         return ControlServer(folder)

@@ -21,6 +21,7 @@ from ..storage.errors import ConfigError
 from ..storage.keyring import KeyRing, read_key_ring
 from ..storage.memory_limit import check_memory
 from ..storage.redis_url import RedisSettings, parse_redis_url
+from .folders import answers
 from .settings import SETTINGS
 from .values import Setting, format_size, redact_url, shown_value
 
@@ -262,7 +263,7 @@ def _propose_capacity(path: str) -> str:
 
 
 def _check_folder(name: str, path: str | None) -> None:
-    if path is None:
+    if path is None or not answers(path):
         return
     where = f"kvtier setting {name!r} = {path!r}"
     parent = _existing_parent(path)

@@ -24,6 +24,7 @@ from . import engine_api, shared_tiers
 from . import namespace as ns
 from .config import Config
 from .epoch import epoch_apart, in_time, raise_epoch, read_epoch
+from .folders import answers
 from .geometry import Geometry
 from .namespace import Namespace
 from .plan import NamespaceInfo
@@ -67,9 +68,8 @@ class NamespaceSource:
         self._config = config
         self._clock = clock
         self._root = config.disk
-        cache = WeightsCache(
-            os.path.join(config.disk, "weights.json") if config.disk is not None else None
-        )
+        kept = config.disk is not None and answers(config.disk)
+        cache = WeightsCache(os.path.join(config.disk or "", "weights.json") if kept else None)
         self._fields = ns.static_fields(
             vllm_config, kv_cache_config, geometry, weights_cache=cache, tenant=config.tenant_salt
         )

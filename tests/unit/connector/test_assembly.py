@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+import builtins
+import os
+import tempfile
+import threading
+
 import pytest
 
-from kvtier.connector import assembly
+from kvtier.connector import assembly, folders
+from kvtier.connector import namespace_source as subject
 from kvtier.connector.assembly import TierOpener
 from kvtier.connector.config import load
+from kvtier.connector.namespace_source import NamespaceSource
 from kvtier.connector.plan import NamespaceInfo
-from kvtier.storage.errors import KVTierError
+from kvtier.storage.errors import ConfigError, KVTierError
 
 OWN, OTHER, SHARED = b"o" * 16, b"x" * 16, b"s" * 16
 
@@ -59,3 +66,70 @@ def test_what_could_not_be_opened_is_opened_anew(opener, monkeypatch):
             opener(OWN, shared=SHARED)
     after, _ = opener(OWN, shared=SHARED)
     assert after is not disk
+
+
+# -- a folder whose server is gone -------------------------------------------------------------
+
+
+class Dead:
+    """Stands for the calls that touch files: those below a folder hang until told."""
+
+    def __init__(self, patch, root):
+        self.root, self.gate, self.touched = str(root), threading.Event(), 0
+        for module, names in (
+            (os, ("stat", "lstat", "open", "mkdir", "listdir", "scandir", "access")),
+            (os.path, ("exists", "isdir", "isfile", "lexists")),
+            (builtins, ("open",)),
+            (tempfile, ("mkstemp",)),
+        ):
+            for name in names:
+                patch.setattr(module, name, self.hanging(getattr(module, name)))
+
+    def hanging(self, real):
+        def call(path, *args, **more):
+            if self.root in str(path) or self.root in str(more.get("dir", "")):
+                self.touched += 1
+                self.gate.wait()
+            return real(path, *args, **more)
+
+        return call
+
+
+@pytest.fixture
+def dead(tmp_path):
+    root = tmp_path / "dead"
+    root.mkdir()
+    with pytest.MonkeyPatch.context() as patch:
+        dead = Dead(patch, root)
+        patch.setattr(folders, "WAIT_S", 0.2)
+        patch.setattr(subject.ns, "static_fields", lambda *_, **__: {"model": "m"})
+        yield dead
+        dead.gate.set()
+
+
+def test_a_folder_that_hangs_lets_the_engine_start(dead, caplog):
+    """What an engine's start does with its folders ends in time, also where they never answer."""
+    given = {"disk": f"{dead.root}/store", "disk_capacity": "1GiB", "ram": "1MiB"}
+    given["record"] = f"{dead.root}/record"
+    done = threading.Event()
+    made = []
+
+    def start():
+        config = load(given)
+        made.append(NamespaceSource(None, None, None, config))
+        made.append(assembly.open_control(config))
+        done.set()
+
+    threading.Thread(target=start, daemon=True).start()
+    assert done.wait(10)
+    assert dead.touched
+    assert made[1] is None
+    assert sum("does not answer" in record.getMessage() for record in caplog.records) == 2
+
+
+def test_a_folder_that_answers_is_checked(tmp_path):
+    """A folder that can be had is looked at as before."""
+    file = tmp_path / "file"
+    file.write_text("x")
+    with pytest.raises(ConfigError, match="is no folder"):
+        load({"disk": str(file), "disk_capacity": "1GiB"})
