@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..storage.errors import GeometryError
-from . import engine_api
+from . import engine_api, reuse
 from .engine_api import SpecKind as GroupKind
 
 DEFAULT_CHUNK_TOKENS = 256
@@ -216,6 +216,9 @@ def from_kv_cache_config(
             "KV scales that are calculated at run time lie outside the blocks "
             "(--calculate-kv-scales); use scales from the checkpoint"
         )
+    obstacle = reuse.obstacle(vllm_config, kv_cache_config)
+    if obstacle is not None:
+        raise GeometryError(obstacle)
     engine_groups = kv_cache_config.kv_cache_groups
     ids = engine_api.cacheable_group_ids(kv_cache_config)
     if not ids:

@@ -98,6 +98,35 @@ GPT_OSS = TinyModel(
     groups=2,
 )
 
+MLA = TinyModel(
+    "tiny-mla",
+    "DeepseekV2Config",
+    {
+        "vocab_size": VOCAB_TOKENS,
+        "hidden_size": 256,
+        "intermediate_size": 512,
+        "moe_intermediate_size": 128,
+        "num_hidden_layers": 3,
+        "first_k_dense_replace": 3,
+        "n_routed_experts": 4,
+        "n_shared_experts": 1,
+        "num_experts_per_tok": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 4,
+        "kv_lora_rank": 512,  # with the rotary part what vLLM's CPU kernel is made for
+        "q_lora_rank": None,
+        "qk_nope_head_dim": 128,
+        "qk_rope_head_dim": 64,
+        "v_head_dim": 128,
+        "max_position_embeddings": CONTEXT_TOKENS,
+        "initializer_range": 0.1,
+        "bos_token_id": 0,
+        "eos_token_id": 1,
+        "pad_token_id": 1,
+    },
+    dtype="bfloat16",
+)
+
 QWEN3_NEXT = TinyModel(
     "tiny-qwen3-next",
     "Qwen3NextConfig",

@@ -6,12 +6,16 @@ most tests, each with prompts of its own.
 
 from __future__ import annotations
 
+import os
 import re
 import shutil
 import threading
 import time
 
 import pytest
+
+from kvtier.connector.tier_states import NEWS_AGE_S
+from kvtier.storage.disk_layout import key_of_file
 
 from . import models
 from .harness import (
@@ -37,6 +41,7 @@ PROMPTS = {
     "slow": prompt(610, 3006),
     "wiped": prompt(600, 3007),
     "reset": prompt(600, 3008),
+    "moved": prompt(600, 3011),
     "probed": prompt(300, 3009),
     "asked-for": prompt(300, 3010),
     "pair-0": prompt(300, 5000) + prompt(280, 5001),
@@ -372,3 +377,30 @@ def test_a_store_deleted_under_a_running_engine(engine, right, folder):
         assert_right(right, "wiped", engine.ask(tokens, N))
     engine.forget()
     assert engine.ask(tokens, N).restored_tokens >= 2 * CHUNK_TOKENS
+
+
+def test_what_another_engine_saved_while_this_one_rested(engine, right, folder, tmp_path):
+    """Records that come to the folder while nothing is computed serve the very next request."""
+    before = set(record_files(folder))
+    engine.ask(PROMPTS["moved"], N)
+    engine.drain()
+    tier = engine.worker.transfer.links["disk"].tier
+    files = {key_of_file(os.path.basename(f)): f for f in set(record_files(folder)) - before}
+    for path in files.values():
+        shutil.copy2(path, tmp_path)
+    tier.delete(files)
+    engine.half.catalog.clear()  # RAM would serve it
+    while tier._index._pending:
+        engine.ask(PROMPTS["other"], N)
+    engine.forget()
+    for key, path in files.items():
+        shutil.copy2(tmp_path / os.path.basename(path), path)
+        tier._journal.append(key)
+    end_s = time.monotonic() + 10
+    while not all(tier._index.contains_many(list(files))):
+        assert time.monotonic() < end_s
+        time.sleep(0.05)
+    time.sleep(NEWS_AGE_S)
+    answer = engine.ask(PROMPTS["moved"], N)
+    assert answer.restored_tokens >= 2 * CHUNK_TOKENS
+    assert_right(right, "moved", answer)

@@ -503,7 +503,7 @@ class World:
             self.advance(0.05)
             self.step()
             self.tasks.run(3)
-            if not self.engine.requests and not self.half.pending():
+            if not (self.engine.requests or self.half.pending() or self.half.outstanding):
                 return
         stuck = {r.request_id: r.status.name for r in self.engine.requests.values()}
         raise AssertionError(f"never ends: {stuck}, pending {self.half.pending()}")

@@ -28,6 +28,7 @@ class FullAttentionSpec:
     real_page_size_bytes: int | None = None
     dcp_sharded: bool = True
     prefix_cacheable: bool = True
+    non_causal: bool = False
 
 
 @dataclass
@@ -389,3 +390,59 @@ def test_layers_are_ordered_as_people_count() -> None:
     """Layer 10 comes after layer 9, whatever order the engine lists them in."""
     names = ["model.layers.10.attn", "model.layers.9.attn", "draft.layers.0.attn", "model.norm"]
     assert sorted(names, key=layer_sort_key) == [names[2], names[1], names[0], names[3]]
+
+
+# -- engines in which a prompt cannot be begun in its middle -------------------------------------
+
+
+def engine_with(**parts: dict[str, Any]) -> Any:
+    made = vllm_config()
+    for name, values in parts.items():
+        setattr(
+            made, name, SimpleNamespace(**vars(getattr(made, name, SimpleNamespace())), **values)
+        )
+    return made
+
+
+@pytest.mark.parametrize(
+    ("parts", "why"),
+    [
+        ({"model_config": {"is_prefix_caching_supported": False}}, "does not reuse prefixes"),
+        ({"aux_output_config": {"enabled": True}}, "routed-experts"),
+        (
+            {
+                "cache_config": {"enable_prefix_caching": False},
+                "scheduler_config": {"enable_chunked_prefill": False},
+            },
+            "chunked prefill are both off",
+        ),
+    ],
+)
+def test_a_prompt_that_cannot_be_begun_in_its_middle(
+    parts: dict[str, dict[str, Any]], why: str
+) -> None:
+    """Pooling over all tokens, attention that lacks the prefix: nothing is served, in one line."""
+    with pytest.raises(GeometryError, match=why) as caught:
+        from_kv_cache_config(engine_with(**parts), config(FullAttentionSpec()))
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "parts",
+    [
+        {"cache_config": {"enable_prefix_caching": False}},
+        {"scheduler_config": {"enable_chunked_prefill": False}},
+        {"model_config": {"is_prefix_caching_supported": True}},
+        {"aux_output_config": {"enabled": False}},
+    ],
+)
+def test_either_of_them_will_do(parts: dict[str, dict[str, Any]]) -> None:
+    """Whoever turns the device's own cache off, or pieces, is served all the same."""
+    assert from_kv_cache_config(engine_with(**parts), config(FullAttentionSpec()))
+
+
+def test_layers_that_look_ahead_are_refused() -> None:
+    """Where attention is not causal, KV depends on tokens that the prefix hash does not cover."""
+    spec = FullAttentionSpec(non_causal=True)
+    with pytest.raises(GeometryError, match="later tokens"):
+        from_kv_cache_config(vllm_config(), config(spec))
