@@ -146,6 +146,19 @@ def make_certificates(folder: str) -> dict[str, str]:
     def name(text):
         return x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, text)])
 
+    def usage(signs):
+        return x509.KeyUsage(
+            digital_signature=True,
+            key_cert_sign=signs,
+            crl_sign=signs,
+            content_commitment=False,
+            key_encipherment=False,
+            data_encipherment=False,
+            key_agreement=False,
+            encipher_only=False,
+            decipher_only=False,
+        )
+
     def make(text, issuer=None, issuer_key=None):
         key = ec.generate_private_key(ec.SECP256R1())
         builder = (
@@ -157,6 +170,15 @@ def make_certificates(folder: str) -> dict[str, str]:
             .not_valid_before(now - dt.timedelta(hours=1))
             .not_valid_after(now + dt.timedelta(hours=12))
             .add_extension(x509.BasicConstraints(ca=issuer is None, path_length=None), True)
+            # What Python 3.13 insists on (X.509 strict).
+            .add_extension(x509.SubjectKeyIdentifier.from_public_key(key.public_key()), False)
+            .add_extension(
+                x509.AuthorityKeyIdentifier.from_issuer_public_key(
+                    (issuer_key or key).public_key()
+                ),
+                False,
+            )
+            .add_extension(usage(signs=issuer is None), True)
         )
         if issuer:
             address = x509.IPAddress(ipaddress.ip_address("127.0.0.1"))
