@@ -42,6 +42,7 @@ PROMPTS = {
     "wiped": prompt(600, 3007),
     "reset": prompt(600, 3008),
     "moved": prompt(600, 3011),
+    "emptied": prompt(600, 3012),
     "probed": prompt(300, 3009),
     "asked-for": prompt(300, 3010),
     "pair-0": prompt(300, 5000) + prompt(280, 5001),
@@ -362,6 +363,24 @@ def test_a_reset_forgets_every_tier(engine, right):
     assert again.restored_tokens >= 2 * CHUNK_TOKENS
     for each in (answer, again):
         assert_right(right, "reset", each)
+
+
+def test_the_device_s_cache_can_be_emptied_while_saves_hold_blocks(engine, right):
+    """New weights must be able to forget old KV at once, with requests under way too."""
+    tokens = PROMPTS["emptied"]
+    answer = engine.ask(tokens, 20)  # its end fills a block, which no step has saved
+    assert engine.half._ledger.pinned_blocks
+    assert engine.core.reset_prefix_cache()
+    again = engine.ask(tokens, N)
+    assert again.local_tokens == 0
+    running = engine.submit(PROMPTS["other"], N)
+    engine.step()
+    engine.step()
+    assert engine.core.reset_prefix_cache(reset_running_requests=True)
+    (other,) = engine.finish(running)
+    assert answer.tokens[:N] == right["emptied"].tokens
+    assert_right(right, "emptied", again)
+    assert_right(right, "other", other)
 
 
 def test_a_store_deleted_under_a_running_engine(engine, right, folder):
