@@ -287,7 +287,7 @@ class SchedulerHalf:
         """Answer `build_connector_meta`."""
         n_tokens = scheduler_output.total_num_scheduled_tokens
         self.gate.note_step(self._clock(), n_tokens)
-        self._tier_states.stepping()
+        self._tier_states.step_begins()
         fresh = self._open_namespace()
         if self._namespace is not None:
             offers = engine_api.boundary_offloads(scheduler_output)
@@ -403,7 +403,8 @@ class SchedulerHalf:
         return dict(tracker.hits) if tracker is not None else {}
 
     def take_counts(self) -> dict[str, float]:
-        """Return counters since the last call."""
+        """Return counters since the last call; a step's last one."""
+        self._tier_states.step_ends()
         self._standing.add_evictions(self.counts)
         self._extras.hand_over_counts()
         return self.counts.take()

@@ -40,10 +40,16 @@ class TierStates:
         self._offline: set[tuple[str, int]] = set()
         self._wait_until_s: float | None = None
         self._telling = [tier for tier in catalog.tiers if tier not in asked]
+        self._steps_out = 0  # planned, and not over yet
         self._stepped_at_s = clock()
 
-    def stepping(self) -> None:
-        """A step is being planned: with it the workers will say what they know."""
+    def step_begins(self) -> None:
+        """A step is planned: at its end the workers say what they know."""
+        self._steps_out += 1
+
+    def step_ends(self) -> None:
+        """What the workers said with a step has been taken in."""
+        self._steps_out = max(0, self._steps_out - 1)
         self._stepped_at_s = self._clock()
 
     def untold(self) -> bool:
@@ -51,7 +57,7 @@ class TierStates:
 
         An engine that computes nothing does not step, and hears nothing of what others save.
         """
-        if self._clock() - self._stepped_at_s <= NEWS_AGE_S:
+        if self._steps_out or self._clock() - self._stepped_at_s <= NEWS_AGE_S:
             return False
         return any(not self._catalog.is_offline(tier) for tier in self._telling)
 

@@ -176,6 +176,12 @@ class Half:
             )
         )
 
+    def step(self, **scheduled):
+        """One step, from its plan to its end."""
+        plan = self.plan(**scheduled)
+        self.half.take_counts()
+        return plan
+
     def save_ends(self, job, *, ok=True, written=("disk",)):
         status = OK if ok else ChunkStatus.COPY_FAILED
         pairs = tuple((i, tier) for i in range(len(job.chunks)) for tier in written)

@@ -446,7 +446,7 @@ def test_the_index_is_waited_for_once():
     half = unread_index()
     assert half.half.lookup(request_of("a", 200), 0) == (None, False)
     half.clock.advance(INDEX_WAIT_S + 0.1)
-    half.plan()
+    half.step()
     for name in "abc":
         assert half.half.lookup(request_of(name, 200), 0) == (0, False)
     assert not half.half.pending()
@@ -463,11 +463,11 @@ def test_an_index_of_a_tier_that_is_off_is_not_waited_for():
 def test_an_idle_engine_hears_of_others_records_before_it_computes():
     """Workers tell with a step: after a rest the first lookup waits for one where it can gain."""
     half, request = stored()
-    half.plan()
+    half.step()
     half.clock.advance(NEWS_AGE_S + 0.1)
     later = request_of("b", 200, seed=4)
     assert half.half.lookup(later, 0) == (None, False)
-    half.plan()
+    half.step()
     half.tell(TierNews("disk", added=(half.key(later, 64), half.key(later, 128))))
     assert half.half.lookup(later, 0) == (128, True)
     half.clock.advance(NEWS_AGE_S + 0.1)
@@ -477,11 +477,26 @@ def test_an_idle_engine_hears_of_others_records_before_it_computes():
     assert half.half.lookup(request_of("d", 200, seed=6), 0) == (0, False), "off"
 
 
+@pytest.mark.parametrize("steps_ahead", [1, 2])
+def test_an_engine_with_long_steps_is_not_idle(steps_ahead):
+    """What comes in beside steps of seconds, one or two of them under way, is looked up at once."""
+    half, _ = stored()
+    half.plan()
+    for name in "bcd":
+        if steps_ahead == 2:
+            half.plan()
+        half.clock.advance(5 * NEWS_AGE_S)
+        half.half.take_counts()
+        assert half.half.lookup(request_of(name, 200, seed=4), 0) == (0, False)
+        if steps_ahead == 1:
+            half.plan()
+
+
 def test_nobody_waits_for_news_of_tiers_that_are_asked():
     """Tiers that engines ask have no news; without a lower tier there is none either."""
     for options in ({"tiers": ("redis",), "shared": SharedOptions(("redis",))}, {"tiers": ()}):
         half = Half(**options)
-        half.plan()
+        half.step()
         half.clock.advance(100.0)
         assert half.half.lookup(request_of("a", 200), 0) == (0, False)
 
