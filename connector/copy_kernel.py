@@ -26,16 +26,17 @@ PROGRAMS = 32  # each copies one row after another
 WORD_BYTES = 8
 
 
+# Triton evaluates annotations in the kernel's source; it knows its own alone.
 @triton.jit(do_not_specialize=["n_jobs", "n_rows"])  # type: ignore[untyped-decorator]
-def _copy_rows(
-    blocks: Any,
-    pages: Any,
-    base: Any,
-    stride: Any,
-    length: Any,
-    offset: Any,
-    n_jobs: Any,
-    n_rows: Any,
+def _copy_rows(  # type: ignore[no-untyped-def]
+    blocks,  # noqa: ANN001 - as all that have none
+    pages,  # noqa: ANN001
+    base,  # noqa: ANN001
+    stride,  # noqa: ANN001
+    length,  # noqa: ANN001
+    offset,  # noqa: ANN001
+    n_jobs,  # noqa: ANN001
+    n_rows,  # noqa: ANN001
     TO_DEVICE: tl.constexpr,  # noqa: N803 - triton's way to spell constants
     WORDS: tl.constexpr,  # noqa: N803
 ) -> None:
