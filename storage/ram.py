@@ -213,6 +213,9 @@ class Arena:
 
     def _prepare(self, address: int, length: int) -> bool:
         """Advise huge pages and touch the memory, both best effort; False when closed meanwhile."""
+        # A fork (a compiler that is started) would copy page tables of hundreds of GiB, and
+        # could leave a device reading a page that is not the one written to any more.
+        _libc.madvise(address, length, mmap.MADV_DONTFORK)
         # mmap.madvise would hold the interpreter lock while the kernel clears the pages.
         _libc.madvise(address, length, mmap.MADV_HUGEPAGE)
         for start in range(0, length if self._prefault else 0, _POPULATE_BYTES):

@@ -2,6 +2,7 @@
 
 import ctypes
 import threading
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -128,3 +129,19 @@ def test_close_gives_memory_back():
     view[:] = bytes(len(view))
     with pytest.raises(AddressError):
         arena.buffers([0], 4096)
+
+
+def test_a_fork_does_not_take_the_pages_along(arena):
+    """A child process gets no copy: its page tables stay small, a device's pages stay ours."""
+    address = int(arena.addresses([0])[0])
+    flags, here = "", False
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        head = line.split(maxsplit=1)[0]
+        if not head.endswith(":"):
+            start, end = (int(part, 16) for part in head.split("-"))
+            here = start <= address < end
+        elif here and head == "VmFlags:":
+            flags = line
+    if not flags:
+        pytest.skip("this kernel does not tell")
+    assert "dc" in flags.split()
