@@ -10,6 +10,8 @@ from __future__ import annotations
 
 import ctypes
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, Protocol
 
 import numpy as np
@@ -41,7 +43,7 @@ POINTER_OPERAND = 1  # CU_MEMCPY_OPERAND_TYPE_POINTER
 _SUCCESS, _NOT_READY = 0, 600
 _STREAM_NON_BLOCKING = 1
 _EVENT_DISABLE_TIMING = 2
-_HOST_REGISTER_PORTABLE = 1
+_HOST_REGISTER_PORTABLE, _HOST_REGISTER_MAPPED = 1, 2
 _ATTRIBUTE_HOST_NUMA_ID = 134
 _CAPTURE_MODE_RELAXED = 2
 
@@ -61,12 +63,13 @@ class Driver(Protocol):
     def use(self) -> None:
         """Make the device's context current in the calling thread, one of ours.
 
-        Afterwards its calls are allowed while another thread captures a CUDA graph
-        (otherwise they fail, and the capture with them).
+        Each time: other libraries switch devices too. Afterwards the thread's calls are
+        allowed while another captures a CUDA graph (otherwise they fail, and the capture
+        with them). Not for the engine's thread, whose own captures would go unchecked.
         """
 
     def create_stream(self, *, urgent: bool) -> int:
-        """Return a new stream, of the highest or the lowest priority."""
+        """Return a new stream, of the highest or the lowest priority. On any thread."""
 
     def destroy_stream(self, stream: int) -> None:
         """Destroy a stream that is idle."""
@@ -75,7 +78,7 @@ class Driver(Protocol):
         """Tell whether all work of a stream has ended."""
 
     def create_event(self) -> int:
-        """Return a new event."""
+        """Return a new event. On any thread."""
 
     def destroy_event(self, event: int) -> None:
         """Destroy an event."""
@@ -147,21 +150,22 @@ class CudaDriver:
 
     def use(self) -> None:
         """See `Driver.use`."""
-        if not getattr(self._local, "current", False):
-            self._call("cuCtxSetCurrent", self._context)
+        self._check("cuCtxSetCurrent", self._quick.cuCtxSetCurrent(self._context))
+        if not getattr(self._local, "relaxed", False):
             mode = ctypes.c_int(_CAPTURE_MODE_RELAXED)
             self._call("cuThreadExchangeStreamCaptureMode", ctypes.byref(mode))
-            self._local.current = True
+            self._local.relaxed = True
 
     def create_stream(self, *, urgent: bool) -> int:
         """See `Driver.create_stream`."""
         lowest, highest = ctypes.c_int(), ctypes.c_int()
-        self._call("cuCtxGetStreamPriorityRange", ctypes.byref(lowest), ctypes.byref(highest))
         stream = ctypes.c_void_p()
-        priority = (highest if urgent else lowest).value
-        self._call(
-            "cuStreamCreateWithPriority", ctypes.byref(stream), _STREAM_NON_BLOCKING, priority
-        )
+        with self._context_for_a_moment():
+            self._call("cuCtxGetStreamPriorityRange", ctypes.byref(lowest), ctypes.byref(highest))
+            priority = (highest if urgent else lowest).value
+            self._call(
+                "cuStreamCreateWithPriority", ctypes.byref(stream), _STREAM_NON_BLOCKING, priority
+            )
         return int(stream.value or 0)
 
     def destroy_stream(self, stream: int) -> None:
@@ -175,7 +179,8 @@ class CudaDriver:
     def create_event(self) -> int:
         """See `Driver.create_event`."""
         event = ctypes.c_void_p()
-        self._call("cuEventCreate", ctypes.byref(event), _EVENT_DISABLE_TIMING)
+        with self._context_for_a_moment():
+            self._call("cuEventCreate", ctypes.byref(event), _EVENT_DISABLE_TIMING)
         return int(event.value or 0)
 
     def destroy_event(self, event: int) -> None:
@@ -242,7 +247,7 @@ class CudaDriver:
             "cuMemHostRegister_v2",
             ctypes.c_void_p(address),
             ctypes.c_size_t(length_bytes),
-            _HOST_REGISTER_PORTABLE,
+            _HOST_REGISTER_PORTABLE | _HOST_REGISTER_MAPPED,  # `copy_kernel` reads it, too
         )
 
     def unpin(self, address: int) -> None:
@@ -259,6 +264,14 @@ class CudaDriver:
         if code == _SUCCESS and node.value >= 0:
             return node.value
         return None
+
+    @contextmanager
+    def _context_for_a_moment(self) -> Iterator[None]:
+        self._call("cuCtxPushCurrent_v2", self._context)
+        try:
+            yield
+        finally:
+            self._call("cuCtxPopCurrent_v2", ctypes.byref(ctypes.c_void_p()))
 
     def _find_batch(self, name: str) -> tuple[Any, bool] | None:
         """Return (function, whether it takes an index of failure); CUDA 13 dropped that one."""
