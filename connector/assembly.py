@@ -173,12 +173,13 @@ def build_worker(
     side = HostSide() if device.type == "cpu" else CudaSide(device, plan)
     arena = Arena(plan.page_bytes, plan.n_pages, on_segment=side.on_segment)
     arena.start()
-    if not arena.wait_ready(plan.staging_pages, STAGING_WAIT_S):
-        raise ConfigError(
-            f"kvtier: {plan.staging_pages * plan.page_bytes} bytes of staging memory could not be "
-            "had in time; lower 'ram' or 'staging'"
-        )
-    mover = side.open_mover(tables, arena)
+    try:
+        _await_staging(arena, plan)
+        mover = side.open_mover(tables, arena)
+    except BaseException:  # the engine may go on without kvtier, and should have the memory
+        side.close()
+        arena.close()
+        raise
     links = {name: _link_limits(config) for name in lower_tiers(config)}
     return WorkerHalf(
         rank,
@@ -188,10 +189,18 @@ def build_worker(
         mover,
         TierOpener(config, rank // replicas, n_ranks, item_bytes, keys),
         time.monotonic,
-        TransferLimits(links=links),
+        TransferLimits(copy_threads=side.copy_threads, links=links),
         replicas=replicas,
         audits=_audit_setup(config, geometry, kv_caches, plan),
     )
+
+
+def _await_staging(arena: Arena, plan: ArenaPlan) -> None:
+    if not arena.wait_ready(plan.staging_pages, STAGING_WAIT_S):
+        raise ConfigError(
+            f"kvtier: {plan.staging_pages * plan.page_bytes} bytes of staging memory could not be "
+            "had in time; lower 'ram' or 'staging'"
+        )
 
 
 def _audit_setup(

@@ -18,17 +18,30 @@ logger = logging.getLogger("kvtier.device")
 
 
 class HostSide:
-    """KV cache in host memory: nothing to pin."""
+    """KV cache in host memory: nothing to pin.
+
+    Attributes:
+        on_segment: the arena's hook.
+        copy_threads: threads that should copy, each way. A copy takes its thread's time.
+    """
 
     on_segment = None
+    copy_threads = 1
 
     def open_mover(self, tables: Mapping[int, RegionTable], arena: Arena) -> Mover:
         """Return the mover between blocks and pages."""
         return HostMover(tables, arena)
 
+    def close(self) -> None:
+        """Give back what no mover took over: nothing."""
+
 
 class CudaSide:
     """KV cache on a CUDA device: each of the arena's segments is pinned as it grows.
+
+    Attributes:
+        copy_threads: see `HostSide`; here a second one queues its copies while the
+            device is at the first one's, which takes about as long to be noticed.
 
     Args:
         device: torch's device of the KV cache.
@@ -37,6 +50,8 @@ class CudaSide:
     Raises:
         GeometryError: the device cannot be driven from here.
     """
+
+    copy_threads = 2
 
     def __init__(self, device: Any, plan: ArenaPlan) -> None:
         from .cuda_driver import CudaDriver, DriverError  # noqa: PLC0415 (loads libcuda)
@@ -60,3 +75,7 @@ class CudaSide:
             return open_cuda_mover(tables, arena, driver, pinning, ordinal=ordinal)
         except DriverError as err:
             raise GeometryError(f"CUDA device {ordinal} cannot copy for kvtier: {err}") from err
+
+    def close(self) -> None:
+        """Unpin what no mover took over (a mover's own `close` does that)."""
+        self._pinning.close()

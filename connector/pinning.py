@@ -47,14 +47,18 @@ class Pinning:
         self._starts = np.empty(0, np.uint64)
         self._ends = np.empty(0, np.uint64)
         self._placed = False
+        self._closed = False
         self.pinned_bytes = 0
         self.failure: str | None = None  # why some memory is not pinned
 
     def on_segment(self, address: int, length_bytes: int) -> None:
         """Pin a segment; blocks for as long as the kernel needs. Never raises.
 
-        After the first failure no more is tried: the limit that was hit stays.
+        After the first failure no more is tried: the limit that was hit stays. Nor after
+        `close`, though the arena may still be growing.
         """
+        if self._closed:
+            return
         if not self._placed:
             self._placed = True
             node = self._driver.numa_node()
@@ -76,11 +80,14 @@ class Pinning:
             )
             return
         with self._lock:
-            self._segments[address] = length_bytes
-            starts = sorted(self._segments)
-            self._starts = np.array(starts, np.uint64)
-            self._ends = np.array([s + self._segments[s] for s in starts], np.uint64)
-            self.pinned_bytes += length_bytes
+            if not self._closed:
+                self._segments[address] = length_bytes
+                starts = sorted(self._segments)
+                self._starts = np.array(starts, np.uint64)
+                self._ends = np.array([s + self._segments[s] for s in starts], np.uint64)
+                self.pinned_bytes += length_bytes
+                return
+        self._unpin(address)  # closed meanwhile: memory that is freed pinned stays in use
 
     def covers(self, addresses: NDArray[np.uint64]) -> bool:
         """Tell whether all of these pages are pinned (pages never straddle segments)."""
@@ -94,14 +101,18 @@ class Pinning:
     def close(self) -> None:
         """Unpin everything; before the arena is closed, after the last copy. Idempotent."""
         with self._lock:
+            self._closed = True
             segments, self._segments = self._segments, {}
             self._starts = self._ends = np.empty(0, np.uint64)
             self.pinned_bytes = 0
         for address in segments:
-            try:
-                self._driver.unpin(address)
-            except DriverError as error:
-                logger.debug("unpinning failed: %s", error)
+            self._unpin(address)
+
+    def _unpin(self, address: int) -> None:
+        try:
+            self._driver.unpin(address)
+        except DriverError as error:
+            logger.debug("unpinning failed: %s", error)
 
 
 def prefer_numa_node(node: int, address: int, length_bytes: int) -> bool:

@@ -87,6 +87,26 @@ def test_close_unpins_everything_once(driver):
     arena.close()
 
 
+def test_nothing_is_pinned_after_close(driver):
+    """A segment that comes late stays unpinned, and one that was being pinned is undone."""
+    pinning = Pinning(driver, 10 * PAGE)
+    pinning.close()
+    pinning.on_segment(4 * PAGE, PAGE)
+    assert driver.pinned == {}
+
+    pinning, pin = Pinning(driver, 10 * PAGE), driver.pin
+
+    def pin_while_closing(address, length):
+        pin(address, length)
+        assert driver.pinned
+        pinning.close()
+
+    driver.pin = pin_while_closing
+    pinning.on_segment(4 * PAGE, PAGE)
+    assert driver.pinned == {}
+    assert not pinning.covers(np.array([4 * PAGE], np.uint64))
+
+
 @pytest.mark.parametrize(("node", "expected"), [(None, []), (1, [(1, 0)])])
 def test_the_growing_thread_prefers_the_devices_node(driver, monkeypatch, node, expected):
     """The device's NUMA node is preferred once, from the first segment on, where it is known."""
