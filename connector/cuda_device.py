@@ -42,11 +42,11 @@ def open_cuda_mover(
     """
     import torch  # noqa: PLC0415 - heavy; whoever has CUDA tensors has it loaded
 
-    chosen = {group: choose_way(table) for group, table in tables.items()}
+    chosen = {group: choose_way(table, driver.can_batch) for group, table in tables.items()}
     chosen.update(ways or {})
     kernels = {}
     for group, way in chosen.items():
-        if way is CopyWay.KERNEL:
+        if way in {CopyWay.KERNEL, CopyWay.KERNELS}:
             kernel = _kernel(tables[group], driver, ordinal)
             if kernel is None:
                 chosen[group] = CopyWay.FLAT
@@ -64,8 +64,10 @@ def open_cuda_mover(
     )
 
 
-def choose_way(table: RegionTable) -> CopyWay:
-    """Return how a group is copied."""
+def choose_way(table: RegionTable, can_batch: bool) -> CopyWay:
+    """Return how a group is copied, by a driver that has batches or has not."""
+    if not can_batch:  # one by one takes Python's time for every row
+        return CopyWay.KERNELS
     return CopyWay.KERNEL if int(table.length.min()) < SMALL_ROW_BYTES else CopyWay.FLAT
 
 
@@ -78,10 +80,11 @@ def _kernel(table: RegionTable, driver: CudaDriver, ordinal: int) -> Kernel | No
 
         rows = RowKernel(table, torch.device("cuda", ordinal))
         with torch.cuda.device(ordinal):
-            rows.copy(np.empty(0, np.int64), np.empty(0, np.uint64), to_device=True)
+            for to_device in (True, False):
+                rows.copy(np.empty(0, np.int64), np.empty(0, np.uint64), to_device=to_device)
             torch.cuda.synchronize()
     except Exception as error:  # noqa: BLE001 - torch, triton or the compiler it starts
-        logger.warning("loads of small blocks use batch copies, as the kernel failed: %s", error)
+        logger.warning("copies by a kernel are not to be had, batch copies do them: %s", error)
         return None
     return partial(_launch, rows, ordinal, driver)
 
@@ -93,6 +96,7 @@ def _launch(
     stream: int,
     block_ids: NDArray[np.int64],
     pages: NDArray[np.uint64],
+    to_device: bool,
 ) -> None:
     import torch  # noqa: PLC0415
 
@@ -100,6 +104,7 @@ def _launch(
     try:
         external = torch.cuda.ExternalStream(stream, device=ordinal)  # type: ignore[no-untyped-call]
         with torch.cuda.stream(external):
-            rows.copy(block_ids, pages, to_device=True)
-    except RuntimeError as error:
+            rows.copy(block_ids, pages, to_device=to_device)
+    except Exception as error:  # whatever it is, the mover must fence what it has queued
         raise DriverError("copy kernel", 0, str(error)) from error
+    driver.use()  # torch may have switched devices

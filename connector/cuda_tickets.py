@@ -91,3 +91,4 @@ class Direction:
         self.lock = threading.Lock()
         self.under_way: deque[PooledEvent] = deque()
         self.scratch = Scratch(batch_copies)
+        self.ended = False  # the stream was idle and is destroyed

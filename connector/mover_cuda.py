@@ -46,6 +46,10 @@ from .regions import RegionTable
 
 logger = logging.getLogger("kvtier.mover")
 
+# `ctypes.memset` gives the interpreter lock away, and would wait for it again after every page.
+_memset = ctypes.PyDLL(None).memset
+_memset.restype = None
+
 
 class CopyWay(Enum):
     """How a group's blocks are described to the driver."""
@@ -53,6 +57,7 @@ class CopyWay(Enum):
     FLAT = "flat"  # one copy a region and block
     ROWS = "rows"  # one strided copy a block
     KERNEL = "kernel"  # loads by `copy_kernel`, saves as FLAT
+    KERNELS = "kernels"  # both by `copy_kernel`
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,8 +79,8 @@ class CudaLimits:
     close_s: float = 5.0
 
 
-Kernel = Callable[[int, Ids, Addresses], None]
-"""Queues a load of (stream, block ids, page addresses) by `copy_kernel`."""
+Kernel = Callable[[int, Ids, Addresses, bool], None]
+"""Queues a copy of (stream, block ids, page addresses, to device) by `copy_kernel`."""
 
 
 class CudaMover:
@@ -88,7 +93,7 @@ class CudaMover:
         pinning: which pages are pinned.
         compute_stream: returns the handle of the calling thread's compute stream.
         ways: how each group is copied (`CopyWay.FLAT` where not given).
-        kernels: for each group of `CopyWay.KERNEL`, its kernel.
+        kernels: for each group of `CopyWay.KERNEL` or `KERNELS`, its kernel.
     """
 
     def __init__(
@@ -125,14 +130,13 @@ class CudaMover:
         self._no_loads = threading.Condition()
         self._closed = False
         self.broken: CopyFailed | None = None
-        driver.use()
         copies = self._limits.batch_copies
         self._load = Direction(driver.create_stream(urgent=True), True, copies)
         self._save = Direction(driver.create_stream(urgent=False), False, copies)
 
     def uses_kernel(self, group: int) -> bool:
         """Tell whether loads of a group go through `copy_kernel`."""
-        return self._ways.get(group) is CopyWay.KERNEL
+        return self._ways.get(group) in {CopyWay.KERNEL, CopyWay.KERNELS}
 
     def fence(self) -> Fence:
         """See `Mover.fence`. On the engine's thread, after the step's launches."""
@@ -179,6 +183,7 @@ class CudaMover:
                     all_quiet = False
                     continue
                 direction.under_way.clear()
+                direction.ended = True
                 self._drop(self._driver.destroy_stream, direction.stream)
         if all_quiet:
             self._pinning.close()
@@ -201,6 +206,8 @@ class CudaMover:
         """
         if event is not None:
             return self.query(event) is not False
+        if direction.ended:
+            return True
         try:
             self._driver.use()
             return self._driver.stream_idle(direction.stream)
@@ -270,11 +277,12 @@ class CudaMover:
             for flat in builder.flat_batches(block_ids, addresses, scratch):
                 to, start = (flat.device, flat.host) if to_device else (flat.host, flat.device)
                 yield partial(driver.copy_each, to, start, flat.size, stream)
-        elif way is CopyWay.KERNEL and to_device:
+        elif way is CopyWay.KERNELS or (way is CopyWay.KERNEL and to_device):
             kernel = self._kernels[group]
             step = max(1, scratch.copies // builder.ranges)
             for i in range(0, len(block_ids), step):
-                yield partial(kernel, stream, block_ids[i : i + step], addresses[i : i + step])
+                part = slice(i, i + step)
+                yield partial(kernel, stream, block_ids[part], addresses[part], to_device)
         elif way is CopyWay.ROWS:
             order = ORDER_ANY if to_device else ORDER_STREAM
             for operations in builder.row_batches(
@@ -335,8 +343,8 @@ class CudaMover:
 
 
 def zero_padding(shape: GroupShape, pages: NDArray[np.uint64]) -> None:
-    """Zero what a block leaves of its padded size, in every page."""
+    """Zero what a block leaves of its padded size, less than 4096 bytes, in every page."""
     padding = shape.padded_bytes - shape.block_bytes
     if padding:
         for page in pages.tolist():
-            ctypes.memset(page + shape.block_bytes, 0, padding)
+            _memset(ctypes.c_void_p(page + shape.block_bytes), 0, ctypes.c_size_t(padding))

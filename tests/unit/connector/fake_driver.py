@@ -8,6 +8,7 @@ satisfied. Device memory is host memory.
 from __future__ import annotations
 
 import ctypes
+import threading
 from collections import deque
 
 from kvtier.connector.cuda_driver import DriverError
@@ -30,11 +31,12 @@ class FakeDriver:
         self.on_batch = None
         self.destroyed = []
         self.node = None
+        self.users = set()  # threads
 
     # Driver
 
     def use(self):
-        pass
+        self.users.add(threading.get_ident())
 
     def create_stream(self, *, urgent):
         handle = self._handle()
@@ -75,11 +77,11 @@ class FakeDriver:
         if self.on_batch is not None:
             self.on_batch("load" if to_device else "save")
         self._may_fail("copy_batch")
-        self._queue("load" if to_device else "save", dst, src, size, stream)
+        self.queue("load" if to_device else "save", dst, src, size, stream)
 
     def copy_each(self, dst, src, size, stream):
         self._may_fail("copy_each")
-        self._queue("each", dst, src, size, stream)
+        self.queue("each", dst, src, size, stream)
 
     def copy_rows(self, operations, stream):
         self._may_fail("copy_rows")
@@ -89,7 +91,7 @@ class FakeDriver:
                 dst.append(int(op["dst"]) + row * int(op["dst_pitch"]))
                 src.append(int(op["src"]) + row * int(op["src_pitch"]))
                 size.append(int(op["width"]))
-        self._queue("rows", dst, src, size, stream)
+        self.queue("rows", dst, src, size, stream)
 
     def pin(self, address, length):
         if self.pin_limit is not None and sum(self.pinned.values()) + length > self.pin_limit:
@@ -143,7 +145,7 @@ class FakeDriver:
             return event not in self.events or self.events[event][1] >= generation
         return True
 
-    def _queue(self, name, dst, src, size, stream):
+    def queue(self, name, dst, src, size, stream):
         copies = [(int(d), int(s), int(n)) for d, s, n in zip(dst, src, size, strict=True)]
         self.submitted.append((name, len(copies)))
         self.streams[stream].append(("copies", copies))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -18,10 +19,11 @@ from .mover_contract import NUM_BLOCKS, MoverContract, Pages, device_block, make
 SEED = 77_031
 IDS = np.array([3, 1, 9, 5], np.int64)
 BOTH_WAYS = ["save", "load"]
+KERNEL_WAYS = [CopyWay.KERNEL, CopyWay.KERNELS]
 
 
 class World:
-    def __init__(self, seed=0, layout="layer outermost", pinned=True, **limits):
+    def __init__(self, seed=0, layout="layer outermost", pinned=True, way=None, **limits):
         print("seed", SEED, seed)
         self.rng = np.random.default_rng([SEED, seed])
         self.device = make_device(layout, self.rng)
@@ -37,6 +39,8 @@ class World:
             self.driver,
             AllPinned(pinned),
             compute_stream=lambda: DMA_COMPUTE,
+            ways={3: way} if way else None,
+            kernels={3: fake_kernel(self.table, self.driver)},
             limits=CudaLimits(**limits),
             clock=self.clock,
             sleep=self.clock.sleep,
@@ -67,10 +71,32 @@ class World:
                 ctypes.memset(base + block * stride, 0xA5, length)
 
 
+def fake_kernel(table, driver):
+    """What `copy_kernel` does, as work of the fake device."""
+    ranges = list(
+        zip(table.base.tolist(), table.stride.tolist(), table.length.tolist(), strict=True)
+    )
+
+    def kernel(stream, block_ids, pages, to_device):
+        near, far, size = [], [], []
+        for block, page in zip(block_ids.tolist(), pages.tolist(), strict=True):
+            at = page
+            for base, stride, length in ranges:
+                near.append(base + block * stride)
+                far.append(at)
+                size.append(length)
+                at += length
+        dst, src = (near, far) if to_device else (far, near)
+        driver.queue("kernel load" if to_device else "kernel save", dst, src, size, stream)
+
+    return kernel
+
+
 def _make(way=None, pinned=True, batch=7):
     def make(tables, pages):
         driver = FakeDriver(np.random.default_rng(SEED))
         clock = PumpedClock(driver, steps=40)
+        kernels = {group: fake_kernel(table, driver) for group, table in tables.items()}
         return CudaMover(
             tables,
             pages,
@@ -78,6 +104,7 @@ def _make(way=None, pinned=True, batch=7):
             AllPinned(pinned),
             compute_stream=lambda: DMA_COMPUTE,
             ways={3: way} if way else None,
+            kernels=kernels if way in KERNEL_WAYS else None,
             limits=CudaLimits(batch_copies=batch, in_flight=2),
             clock=clock,
             sleep=clock.sleep,
@@ -96,6 +123,12 @@ class TestCudaMoverRows(MoverContract):
     @pytest.fixture
     def make_mover(self):
         return _make(CopyWay.ROWS)
+
+
+class TestCudaMoverKernel(MoverContract):
+    @pytest.fixture(params=KERNEL_WAYS)
+    def make_mover(self, request):
+        return _make(request.param)
 
 
 class TestCudaMoverUnpinned(MoverContract):
@@ -343,3 +376,53 @@ def test_close_leaves_a_stream_that_does_not_end(caplog):
     assert world.clock.now <= 6.0
     assert len(world.driver.destroyed) == 1
     assert caplog.text.count("still under way") == 1
+
+
+@pytest.mark.parametrize(
+    ("way", "names"),
+    [
+        (CopyWay.KERNEL, {"load": "kernel load", "save": "save"}),
+        (CopyWay.KERNELS, {"load": "kernel load", "save": "kernel save"}),
+    ],
+)
+@pytest.mark.parametrize("pinned", [True, False])
+def test_the_kernel_serves_the_ways_it_is_for(way, names, pinned):
+    """The kernel does loads only, or both ways; never memory that it could not reach."""
+    for call, name in names.items():
+        world = World(way=way, pinned=pinned)
+        world.start(call).wait(10.0)
+        assert world.landed(call)
+        assert {n for n, _ in world.driver.submitted} == {name if pinned else "each"}
+
+
+def test_the_engines_thread_is_left_as_it_is():
+    """What the engine's own thread does here never makes it one of ours (`Driver.use`)."""
+    world = World()
+    world.mover.fence()
+    assert world.driver.users == set()
+    with ThreadPoolExecutor(1) as threads:
+        ticket = threads.submit(world.start, "save").result()
+    assert len(world.driver.users) == 1
+    assert threading.get_ident() not in world.driver.users
+    ticket.wait(1.0)
+
+
+def test_a_copy_without_an_event_is_still_once_its_stream_is_gone():
+    """A failed copy that no event follows asks its stream, and never one that is destroyed."""
+    world = World()
+    world.driver.fail = {"record": 0}
+    ticket = world.start("save")
+    assert ticket.done()
+    assert not ticket.fenced()
+    world.driver.fail = {}
+    world.mover.close()
+    assert len(world.driver.destroyed) == 2
+    assert ticket.fenced()
+
+
+def test_padding_is_zeroed_in_every_page():
+    """Whatever a page held before, after a save it ends in zeros from the end of its block."""
+    world = World(layout="odd lengths in padded slots")
+    world.start("save").wait(10.0)
+    for page in IDS.tolist():
+        assert not any(world.pages.bytes_of(page)[world.table.block_bytes :])
