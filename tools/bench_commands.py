@@ -140,6 +140,9 @@ def device(
     options = Options(device=ordinal, volume_bytes=int(gib * GIB), repeats=rounds)
     result = bench_device.run(options, _say)
     print_json(result) if as_json else _rows(bench_device.bar_rows(result))
+    if result.get("failed"):
+        note(f"kvtier: could not be measured: {result['failed']}")
+        finish(ExitCode.FAILURE)
 
 
 @bench.command(epilog=EXIT_CODES_HELP)

@@ -12,6 +12,7 @@ import statistics
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -83,6 +84,16 @@ class Bench:
         return statistics.median(times[1:])
 
 
+class KeptPins:
+    """Pinned pages that outlive the movers that use them."""
+
+    def __init__(self, pinning: Pinning) -> None:
+        self.covers = pinning.covers
+
+    def close(self) -> None:
+        """Keep them; a mover that closes would unpin its own."""
+
+
 class Setup:
     """A KV cache of equal regions, pages for all of its blocks, and a mover between them."""
 
@@ -109,18 +120,24 @@ class Setup:
         self.block_ids = rng.permutation(np.arange(1, pool)).astype(np.int64)
         self.page_ids = rng.permutation(blocks).astype(np.int64)
 
-    def mover(self, way: CopyWay, limits: CudaLimits | None = None) -> CudaMover:
+    def mover(
+        self, way: CopyWay, limits: CudaLimits | None = None, driver: Any = None
+    ) -> CudaMover:
         """Return a new mover between the two."""
+        pins: Any = KeptPins(self.pinning)
         return open_cuda_mover(
-            {0: self.table}, self.arena, self.bench.driver, self.pinning,
+            {0: self.table}, self.arena, driver or self.bench.driver, pins,
             ordinal=self.bench.options.device, ways={0: way}, limits=limits,
         )  # fmt: skip
 
     def move(self, mover: CudaMover, name: str) -> None:
-        """Copy all blocks and wait without sleeping."""
+        """Copy all blocks and wait without sleeping.
+
+        Nor holding the interpreter lock: another copy's thread would be kept from queueing.
+        """
         ticket = getattr(mover, name)(0, self.block_ids, self.page_ids, None)
         while not ticket.done():
-            pass
+            time.sleep(0)
         ticket.wait(0.0)
 
     def move_asleep(self, mover: CudaMover) -> None:
@@ -135,7 +152,7 @@ class Setup:
         stream = self.bench.streams[name]
         self.bench.driver.copy_each(to, start, size, stream)
         while not self.bench.driver.stream_idle(stream):
-            pass
+            time.sleep(0)
 
     def close(self) -> None:
         """Give the memory back."""
@@ -147,12 +164,9 @@ class Setup:
 
 
 def both(move: Callable[[str], None], *names: str) -> None:
-    """Run ``move`` for several names at once."""
-    threads = [threading.Thread(target=move, args=(name,)) for name in names]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    """Run ``move`` for several names at once; raises what any of them raised."""
+    with ThreadPoolExecutor(len(names)) as threads:
+        list(threads.map(move, names))
 
 
 def measure_sizes(bench: Bench) -> None:
@@ -188,7 +202,8 @@ def _rates(bench: Bench, setup: Setup, move: Callable[[str], None]) -> dict[str,
 
 def _one_way(bench: Bench, setup: Setup, way: CopyWay, one: dict[str, float]) -> dict[str, Any]:
     mover = setup.mover(way)
-    if way is CopyWay.KERNEL and not mover.uses_kernel(0):
+    if way in {CopyWay.KERNEL, CopyWay.KERNELS} and not mover.uses_kernel(0):
+        mover.close()
         return {"failed": "no kernel"}
     try:
         rate = _rates(bench, setup, partial(setup.move, mover))
@@ -245,11 +260,7 @@ def measure_python_time(bench: Bench) -> None:
         (CopyWay.ROWS, 512, 8), (CopyWay.ROWS, 4096, 8), (CopyWay.KERNEL, 65536, 8),
     ):  # fmt: skip
         timed = TimedDriver(bench.driver)
-        mover = open_cuda_mover(
-            {0: setup.table}, setup.arena, timed, setup.pinning,  # type: ignore[arg-type]
-            ordinal=options.device, ways={0: way},
-            limits=CudaLimits(batch_copies=batch, in_flight=10**6),
-        )  # fmt: skip
+        mover = setup.mover(way, CudaLimits(batch_copies=batch, in_flight=10**6), timed)
         own, inside = [], []
         for _ in range(options.repeats):
             timed.inside_s, timed.inside_cpu_s = [], 0.0

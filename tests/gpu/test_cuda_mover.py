@@ -128,6 +128,8 @@ def test_round_trips_are_byte_exact(make_cache, shape, layout, way):
     cache = make_cache(
         rng, layout=layout, way=way, limits=CudaLimits(batch_copies=50), **SHAPES[shape]
     )
+    if way in {CopyWay.KERNEL, CopyWay.KERNELS}:  # else the batches would do it unseen
+        assert cache.mover.uses_kernel(0) is (shape != "odd bytes")
     for _ in range(3):
         blocks, pages = random_ids(rng)
         untouched = set(range(BLOCKS)) - set(pages.tolist())
@@ -149,7 +151,7 @@ def test_round_trips_are_byte_exact(make_cache, shape, layout, way):
         assert torch.equal(cache.memory.cpu(), expected)
 
 
-@pytest.mark.parametrize("way", [CopyWay.FLAT, CopyWay.ROWS])
+@pytest.mark.parametrize("way", [CopyWay.FLAT, CopyWay.ROWS, CopyWay.KERNELS])
 def test_saves_wait_for_a_slow_forward(make_cache, way):
     """A save after a fence sees what a slow kernel wrote; one without a fence does not wait."""
     rng = np.random.default_rng(SEED)
@@ -346,40 +348,60 @@ def test_memory_that_cannot_be_pinned_is_said_once(driver, caplog):
     assert "Lower `ram`" in caplog.text
 
 
-def test_a_refused_copy_fails_its_ticket():
-    """An address that is no memory fails the copy, and the process lives on."""
-    script = """
-        import numpy as np, torch
-        from kvtier.connector.cuda_driver import CudaDriver
-        from kvtier.connector.cuda_device import open_cuda_mover
-        from kvtier.connector.mover import CopyFailed
-        from kvtier.connector.regions import region_table
+MOVER_SCRIPT = """
+    import numpy as np, torch
+    from kvtier.connector.cuda_driver import CudaDriver
+    from kvtier.connector.cuda_device import open_cuda_mover
+    from kvtier.connector.mover import CopyFailed
+    from kvtier.connector.mover_cuda import CopyWay
+    from kvtier.connector.regions import region_table
 
-        class Nowhere:
-            page_bytes = 4096
-            def addresses(self, ids):
-                return (np.asarray(ids, np.uint64) + np.uint64(5)) * np.uint64(4096)
+    class Nowhere:
+        page_bytes = 4096
+        def addresses(self, ids):
+            return np.asarray(ids, np.uint64) * np.uint64(PAGE)
 
-        class Pinned:
-            def covers(self, addresses):
-                return True
+    class Pinned:
+        def covers(self, addresses):
+            return True
+        def close(self):
+            pass
 
-        memory = torch.zeros(1 << 20, dtype=torch.uint8, device="cuda")
-        table = region_table(0, [(memory.data_ptr(), 4096, 4096)], 256)
-        from kvtier.connector.mover_cuda import CopyWay
-        mover = open_cuda_mover({0: table}, Nowhere(), CudaDriver(0), Pinned(), ordinal=0,
-                                ways={0: CopyWay.FLAT})
-        ids = np.arange(1, 9, dtype=np.int64)
-        ticket = mover.load(0, ids, ids * 3, None)
-        try:
-            ticket.wait(10.0)
-        except CopyFailed as error:
-            print("failed as it should:", error)
-        assert mover.poll(ticket.fenced, 10.0)
-        mover.close()
-    """
+    memory = torch.zeros(1 << 20, dtype=torch.uint8, device="cuda")
+    table = region_table(0, [(memory.data_ptr(), 4096, 4096)], 256)
+    mover = open_cuda_mover({0: table}, Nowhere(), CudaDriver(0), Pinned(), ordinal=0,
+                            ways={0: WAY})
+    ids = np.arange(1, 9, dtype=np.int64)
+    fence = mover.fence()
+    ticket = mover.load(0, ids, ids * 3, fence)
+    try:
+        ticket.wait(10.0)
+    except CopyFailed as error:
+        print("failed as it should:", error)
+    assert mover.poll(ticket.fenced, 10.0)
+    try:
+        mover.save(0, ids, ids, None).wait(10.0)
+    except CopyFailed as error:
+        print("no more copies:", error)
+    mover.close()
+"""
+
+
+@pytest.mark.parametrize(
+    ("way", "page_bytes", "after"),
+    [
+        # The driver refuses a copy from address 0; the context lives on.
+        ("CopyWay.FLAT", 0, 'assert int(memory.add_(1).sum()) == 1 << 20; print("lives on")'),
+        # A kernel that reads what is no memory takes the context with it.
+        ("CopyWay.KERNEL", 4096, 'assert mover.uses_kernel(0); print("lives on")'),
+    ],
+)
+def test_a_refused_copy_fails_its_ticket(way, page_bytes, after):
+    """Whether refused or fatal, a bad copy is a failed ticket, fenced, and the process goes on."""
+    script = textwrap.dedent(MOVER_SCRIPT).replace("WAY", way).replace("PAGE", str(page_bytes))
     done = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(script)],
+        [sys.executable, "-c", script + after],
         capture_output=True, text=True, timeout=60, check=False,
     )  # fmt: skip
-    assert "failed as it should" in done.stdout, done.stdout + done.stderr
+    for line in ("failed as it should", "no more copies", "lives on"):
+        assert line in done.stdout, done.stdout + done.stderr
