@@ -33,6 +33,9 @@ __all__ = ["Arena", "check_memory", "memory_limit_bytes"]
 
 _LOG = logging.getLogger("kvtier.ram")
 _MADV_POPULATE_WRITE = 23  # Linux 5.14
+# Untouched address space behind a segment. Neighbouring pages are one copy of the device, and
+# no copy may reach from what was registered with it at one time into what was at another.
+_GAP_BYTES = 2 << 20
 _POPULATE_BYTES = 64 << 20  # one call; short, so that close() is prompt
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
@@ -195,7 +198,8 @@ class Arena:
         """Map one segment and make its pages ready; False when closed meanwhile."""
         pages = min(self.segment_pages, self.n_pages - segment * self.segment_pages)
         length = pages * self.page_bytes
-        mapping = mmap.mmap(-1, length, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+        mapping = mmap.mmap(-1, length + _GAP_BYTES, flags=flags)
         address = int(np.frombuffer(mapping, np.uint8).ctypes.data)
         if not self._prepare(address, length):
             return False
@@ -205,7 +209,7 @@ class Arena:
             if self._closed:
                 return False
             self._maps.append(mapping)
-            self._views.append(memoryview(mapping))
+            self._views.append(memoryview(mapping)[:length])
             self._bases[segment] = address
             self._ready_pages += pages
             self._grown.notify_all()

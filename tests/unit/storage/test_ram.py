@@ -131,6 +131,15 @@ def test_close_gives_memory_back():
         arena.buffers([0], 4096)
 
 
+def test_segments_do_not_touch():
+    """The last page of a segment never ends where another begins: they are pinned apart."""
+    arena = Arena(4096, 200, segment_bytes=4096)
+    arena.start(background=False)
+    starts = arena.addresses(np.arange(200))
+    assert not set((starts + np.uint64(4096)).tolist()) & set(starts.tolist())
+    arena.close()
+
+
 def test_a_fork_does_not_take_the_pages_along(arena):
     """A child process gets no copy: its page tables stay small, a device's pages stay ours."""
     address = int(arena.addresses([0])[0])
