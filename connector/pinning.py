@@ -47,7 +47,7 @@ class Pinning:
         self._starts = np.empty(0, np.uint64)
         self._ends = np.empty(0, np.uint64)
         self._placed = False
-        self._closed = False
+        self._closed = threading.Event()
         self.pinned_bytes = 0
         self.failure: str | None = None  # why some memory is not pinned
 
@@ -57,7 +57,7 @@ class Pinning:
         After the first failure no more is tried: the limit that was hit stays. Nor after
         `close`, though the arena may still be growing.
         """
-        if self._closed:
+        if self._closed.is_set():
             return
         if not self._placed:
             self._placed = True
@@ -80,7 +80,7 @@ class Pinning:
             )
             return
         with self._lock:
-            if not self._closed:
+            if not self._closed.is_set():
                 self._segments[address] = length_bytes
                 starts = sorted(self._segments)
                 self._starts = np.array(starts, np.uint64)
@@ -101,7 +101,7 @@ class Pinning:
     def close(self) -> None:
         """Unpin everything; before the arena is closed, after the last copy. Idempotent."""
         with self._lock:
-            self._closed = True
+            self._closed.set()
             segments, self._segments = self._segments, {}
             self._starts = self._ends = np.empty(0, np.uint64)
             self.pinned_bytes = 0

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Sequence
 from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
+
+logger = logging.getLogger("kvtier.transfer")
 
 COPY_TIMEOUT_S = 120.0  # a copy that takes longer has failed
 
@@ -48,3 +51,34 @@ def wait_fenced(tickets: Sequence[CopyTicket]) -> None:
     """
     while not all(ticket.fenced() for ticket in tickets):
         time.sleep(0.01)
+
+
+class CopyHealth:
+    """Says when copies of one direction begin to fail, and when they work again; no more.
+
+    Args:
+        way: "to" or "from" the device.
+        then: what becomes of what was to be copied.
+    """
+
+    def __init__(self, way: str, then: str) -> None:
+        self._way = way
+        self._then = then
+        self._failing = False
+
+    def failed(self, error: Exception) -> None:
+        """A copy has failed."""
+        if not self._failing:
+            self._failing = True
+            logger.error(
+                "kvtier: a copy %s the device failed; %s (said once, until one succeeds)",
+                self._way,
+                self._then,
+                exc_info=error,
+            )
+
+    def worked(self) -> None:
+        """A copy has ended well."""
+        if self._failing:
+            self._failing = False
+            logger.warning("kvtier: copies %s the device work again", self._way)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -10,15 +9,13 @@ from typing import Any
 import numpy as np
 
 from .counts import Counts
-from .device import COPY_TIMEOUT_S, BlockMover, CopyTicket, Ids, Pages, wait_fenced
+from .device import COPY_TIMEOUT_S, BlockMover, CopyHealth, CopyTicket, Ids, Pages, wait_fenced
 from .jobs import ChunkStatus, LoadChunk
 from .lanes import Lane
 from .link import TierLink
 from .loading import LoadState, Need
 from .staging import Staging
 from .tier import RecordSpec
-
-logger = logging.getLogger("kvtier.transfer")
 
 RAM_BATCH_BYTES = 64 << 20
 
@@ -53,6 +50,7 @@ class LoadRunner:
         self._lane = lane
         self._counts = counts
         self._clock = clock
+        self._health = CopyHealth("to", "the request computes instead")
 
     def submit(self, state: LoadState, links: Mapping[str, TierLink]) -> None:
         """Queue every chunk of a job that has some. Never blocks."""
@@ -175,11 +173,12 @@ class LoadRunner:
                 tickets.append(self._mover.load(group, ids, page_ids, after))
             for ticket in tickets:
                 ticket.wait(COPY_TIMEOUT_S)
-        except Exception:
+        except Exception as error:  # noqa: BLE001 - whatever it is, it ends in a status
             wait_fenced(tickets)
-            logger.exception("kvtier: a copy to the device failed; the request computes instead")
+            self._health.failed(error)
             self._counts.add("load_failed_chunks.device.copy", len(chunks))
             return ChunkStatus.COPY_FAILED
+        self._health.worked()
         return ChunkStatus.OK
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
@@ -10,14 +9,12 @@ from typing import Any
 import numpy as np
 
 from .counts import Counts
-from .device import COPY_TIMEOUT_S, BlockMover, CopyTicket, Pages, wait_fenced
+from .device import COPY_TIMEOUT_S, BlockMover, CopyHealth, CopyTicket, Pages, wait_fenced
 from .errors import KVTierError
 from .jobs import ChunkStatus, SaveChunk
 from .link import TierLink
 from .saving import SaveState
 from .tier import RecordSpec
-
-logger = logging.getLogger("kvtier.transfer")
 
 
 class TransferClosed(KVTierError):
@@ -54,6 +51,7 @@ class SaveRunner:
         self._closed = closed
         self._counts = counts
         self._clock = clock
+        self._health = CopyHealth("from", "its chunks are not kept")
 
     def run(self, state: SaveState, after: Any) -> None:
         """Copy a job's blocks to their pages and queue the writes below; on a lane's thread."""
@@ -75,9 +73,9 @@ class SaveRunner:
             status = ChunkStatus.OK
         except TransferClosed:
             status = ChunkStatus.CANCELLED
-        except Exception:
+        except Exception as error:  # noqa: BLE001 - whatever it is, it ends in a status
             wait_fenced(tickets)
-            logger.exception("kvtier: a copy from the device failed; its chunks are not kept")
+            self._health.failed(error)
             status = ChunkStatus.COPY_FAILED
             self._counts.add("save_failed_chunks.device", len(job.chunks))
         state.copied(bytes([status] * len(job.chunks)))
@@ -85,6 +83,7 @@ class SaveRunner:
             state.planned(0)
             return
         if n_bytes:
+            self._health.worked()
             self._counts.add("save_bytes.ram", n_bytes)
             self._counts.add("save_chunks.ram", len(job.chunks))
             self._counts.add("save_s.ram", self._clock() - begin_s)

@@ -261,6 +261,29 @@ def test_failed_copy_in(bench):
     assert statuses(done) == [ChunkStatus.COPY_FAILED]
 
 
+@pytest.mark.parametrize("verb", ["save", "load"])
+def test_copies_that_keep_failing_are_said_once(bench, caplog, verb):
+    """One line when copies begin to fail and one when they work again, however many there are."""
+
+    def lines_after(jobs):
+        caplog.clear()
+        for i in range(jobs):
+            if verb == "save":
+                bench.ended(bench.save(save_chunk(1, [5], [10 + i], tiers=())))
+            else:
+                bench.ended(bench.load(load_chunk(1, [5], [10 + i], "ram")))
+        return [record.getMessage() for record in caplog.records]
+
+    caplog.set_level("INFO", logger="kvtier.transfer")
+    assert lines_after(2) == []
+    bench.mover.error = RuntimeError("lost")
+    (line,) = lines_after(4)
+    assert "failed" in line
+    bench.mover.error = None
+    (line,) = lines_after(3)
+    assert "again" in line
+
+
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 @pytest.mark.parametrize("source", ["ram", "disk"])
 def test_a_job_that_makes_no_sense_still_reports(bench, source):
