@@ -177,14 +177,19 @@ class CudaMover:
         self._closed = True
         all_quiet = True
         for direction in (self._load, self._save):
-            with direction.lock:
-                if not self.poll(partial(self.quiet, direction, None), self._limits.close_s):
-                    logger.warning("copies are still under way at shutdown; their stream is left")
-                    all_quiet = False
-                    continue
+            # A call that waits for room gives up when it sees that the mover is closed.
+            locked = direction.lock.acquire(timeout=self._limits.close_s)
+            if not locked or not self.poll(
+                partial(self.quiet, direction, None), self._limits.close_s
+            ):
+                logger.warning("copies are still under way at shutdown; their stream is left")
+                all_quiet = False
+            else:
                 direction.under_way.clear()
                 direction.ended = True
                 self._drop(self._driver.destroy_stream, direction.stream)
+            if locked:
+                direction.lock.release()
         if all_quiet:
             self._pinning.close()
         while self._events:
@@ -305,8 +310,12 @@ class CudaMover:
         if len(under_way) < self._limits.in_flight:
             return
         oldest = under_way[0]
-        if not self.poll(lambda: self.query(oldest) is not False, self._limits.stall_s):
+        if not self.poll(
+            lambda: self._closed or self.query(oldest) is not False, self._limits.stall_s
+        ):
             raise CopyTimeout(f"the device has ended no copy for {self._limits.stall_s:g} s")
+        if self._closed:
+            raise CopyTimeout("the mover is closed")
         if self.broken is not None:
             raise DriverError("cuEventQuery", 0, str(self.broken))
         under_way.popleft()

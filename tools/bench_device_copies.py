@@ -337,12 +337,14 @@ def measure_model(bench: Bench) -> None:
             for _ in range(bench.options.repeats):
                 alone.append(loop())
                 stop = threading.Event()
-                thread = threading.Thread(target=_keep, args=(setup, mover, name, stop))
-                thread.start()
-                time.sleep(0.02)
-                beside.append(loop())
-                stop.set()
-                thread.join()
+                with ThreadPoolExecutor(1) as threads:
+                    copying = threads.submit(_keep, setup, mover, name, stop)
+                    try:
+                        time.sleep(0.02)
+                        beside.append(loop())
+                    finally:
+                        stop.set()
+                copying.result()  # a loss beside copies that failed would mean nothing
             loss = statistics.median(beside) / statistics.median(alone) - 1
             row[label] = {
                 "alone_ms": round(statistics.median(alone) * 1e3, 2),

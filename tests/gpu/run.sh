@@ -14,7 +14,7 @@ timeout 240 "$PYTHON" -m pytest tests/gpu -q -p no:cacheprovider -W default --du
   >"$results/test-gpu.log" 2>&1 || status=$?
 tail -n 60 "$results/test-gpu.log"
 grep -Eq '^[0-9]+ passed' "$results/test-gpu.log" || status=1 # not all were skipped
-timeout 240 "$PYTHON" -m kvtier.tools.bench_device --json \
+timeout 220 "$PYTHON" -m kvtier.tools.bench_device --json \
   >"$results/bench-device.json" 2>"$results/bench-device.log" || status=1
 tail -n 40 "$results/bench-device.log"
 cat "$results/bench-device.json"

@@ -378,6 +378,25 @@ def test_close_leaves_a_stream_that_does_not_end(caplog):
     assert caplog.text.count("still under way") == 1
 
 
+def test_close_does_not_wait_for_a_call_that_finds_no_room():
+    """A call that a stuck device keeps waiting ends when the mover closes, and is not good."""
+    world = World(in_flight=1, stall_s=1e12)
+    world.driver.launch(lambda: None)
+    world.clock.steps = 0  # nothing moves
+    fence, waiting = world.mover.fence(), threading.Event()
+    world.driver.on_batch = lambda _: waiting.set()
+    with ThreadPoolExecutor(1) as threads:
+        call = threads.submit(world.start, "save", IDS, fence)
+        assert waiting.wait(10.0)
+        world.mover.close()
+        ticket = call.result(timeout=10.0)
+    with pytest.raises(CopyFailed, match="closed"):
+        ticket.wait(0.0)
+    assert not ticket.fenced()
+    world.driver.run()
+    assert ticket.fenced()
+
+
 @pytest.mark.parametrize(
     ("way", "names"),
     [
