@@ -66,6 +66,15 @@ class Cache:
             ways={0: way} if way else None, limits=limits,
         )  # fmt: skip
 
+    def fill_slowly(self, cycles, value):
+        """Overwrite everything on a stream of its own after so many cycles; return its fence."""
+        torch.empty_like(self.memory).fill_(value)  # loading a kernel may wait for running ones
+        torch.cuda.synchronize()
+        with torch.cuda.stream(torch.cuda.Stream()):
+            torch.cuda._sleep(cycles)
+            self.memory.fill_(value)
+            return self.mover.fence()
+
     def view_of(self, memory):
         """(blocks, regions, row) of memory that is laid out as the cache is."""
         layout, regions, blocks, slot_bytes, row_bytes = self.form
@@ -157,14 +166,9 @@ def test_saves_wait_for_a_slow_forward(make_cache, way):
     rng = np.random.default_rng(SEED)
     cache = make_cache(rng, way=way)
     ids = np.arange(1, 30, dtype=np.int64)
-    stream = torch.cuda.Stream()
     cache.mover.save(0, ids, ids, None).wait(10.0)
     old = cache.page(5).copy()
-    torch.cuda.synchronize()
-    with torch.cuda.stream(stream):
-        torch.cuda._sleep(1_500_000_000)
-        cache.memory.fill_(0x5A)
-        fence = cache.mover.fence()
+    fence = cache.fill_slowly(1_500_000_000, 0x5A)
     early = cache.mover.save(0, ids, ids, None)
     early.wait(10.0)
     assert not fence.reached(), "the slow kernel was not slow enough to show anything"
@@ -185,11 +189,7 @@ def test_loads_wait_for_earlier_writers_of_their_blocks(make_cache, way):
     ids = np.arange(1, 30, dtype=np.int64)
     for page in ids.tolist():
         cache.page(page)[:] = page
-    torch.cuda.synchronize()
-    with torch.cuda.stream(torch.cuda.Stream()):
-        torch.cuda._sleep(1_000_000_000)
-        cache.memory.fill_(0x5A)
-        fence = cache.mover.fence()
+    fence = cache.fill_slowly(1_000_000_000, 0x5A)
     ticket = cache.mover.load(0, ids, ids, fence)
     assert not ticket.done()
     ticket.wait(20.0)
