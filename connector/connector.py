@@ -45,6 +45,7 @@ class WorkerFacts(base.KVConnectorHandshakeMetadata):
     ready_pages: int
     off: str | None = None
     short_copies: bool = False
+    staging_pages: int = 0
 
 
 @dataclass
@@ -192,6 +193,12 @@ class KVTierConnector(base.KVConnectorBase_V1, base.SupportsHMA):
             self._turn_off("; ".join(sorted(off)) or f"only ranks {[f.rank for f in facts]} answer")
             return
         self._names.set_ranks({str(f.rank): f.facts for f in facts})
+        try:
+            if facts:  # what ranks stage in is theirs, however the scheduler's half cuts RAM
+                self._scheduler.pages_begin(max(fact.staging_pages for fact in facts))
+        except GeometryError as err:
+            self._turn_off(str(err))
+            return
         for fact in facts:
             self._scheduler.pages_ready(fact.rank, fact.ready_pages)
         if any(fact.short_copies for fact in facts):
@@ -321,7 +328,13 @@ class KVTierConnector(base.KVConnectorBase_V1, base.SupportsHMA):
 
         facts = worker_facts(self._vllm, self._geometry)
         pages = self._worker.first_pages()
-        return WorkerFacts(self._rank, facts, pages, short_copies=self._short_copies)
+        return WorkerFacts(
+            self._rank,
+            facts,
+            pages,
+            short_copies=self._short_copies,
+            staging_pages=self._worker.staging_pages,
+        )
 
     def _plan(self) -> Plan:
         meta = self._get_connector_metadata()

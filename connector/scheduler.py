@@ -12,6 +12,7 @@ from typing import Any
 
 from ..storage.catalog import Catalog
 from ..storage.counts import Counts
+from ..storage.errors import GeometryError
 from ..storage.jobs import LoadJob
 from . import engine_api
 from .admission import Admission
@@ -349,6 +350,15 @@ class SchedulerHalf:
             self._saves.plan_prompt(
                 tracker.hashes, tracker.save, table, valid_tokens, prompt_tokens
             )
+
+    def pages_begin(self, first_page: int) -> None:
+        """Leave the pages before ``first_page`` to the ranks' staging, whatever they are here.
+
+        Raises:
+            GeometryError: others are in use already.
+        """
+        if not self.catalog.begin_at(first_page):
+            raise GeometryError(f"RAM pages from {first_page} on are told of too late")
 
     def pages_ready(self, rank: int, ready_pages: int) -> None:
         """Use the RAM pages that every rank has by now; ``rank`` has its first ``ready_pages``."""

@@ -162,6 +162,11 @@ class WorkerHalf:
 
     # -- results -----------------------------------------------------------
 
+    @property
+    def staging_pages(self) -> int:
+        """How many pages, the first ones, are this rank's own."""
+        return self._plan.staging_pages
+
     def first_pages(self) -> int:
         """Return how many pages are ready, after a short wait for the first segment of them.
 

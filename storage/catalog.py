@@ -66,6 +66,10 @@ class Catalog:
 
     # -- size ------------------------------------------------------------
 
+    def begin_at(self, first_page: int) -> bool:
+        """Use no page below ``first_page``; False when pages are usable already."""
+        return self._free.begin_at(first_page)
+
     def add_pages(self, end_page: int) -> None:
         """Make all pages below ``end_page`` usable (the arena has grown so far)."""
         self._free.grow(end_page)

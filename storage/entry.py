@@ -86,6 +86,14 @@ class FreePages:
         """Every page there is, used or not."""
         return range(self._first_page, self._end_page)
 
+    def begin_at(self, first_page: int) -> bool:
+        """Leave all pages below ``first_page`` to somebody else; False when it is too late."""
+        if first_page != self._first_page:
+            if self._end_page != self._first_page:
+                return False
+            self._first_page = self._end_page = first_page
+        return True
+
     def grow(self, end_page: int) -> None:
         """Add all pages below ``end_page`` (the arena has grown so far)."""
         if end_page > self._end_page:

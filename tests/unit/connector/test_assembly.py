@@ -13,9 +13,10 @@ from kvtier.connector import assembly, folders
 from kvtier.connector import namespace_source as subject
 from kvtier.connector.assembly import TierOpener
 from kvtier.connector.config import load
+from kvtier.connector.geometry import Geometry, GroupGeometry, GroupKind, Region
 from kvtier.connector.namespace_source import NamespaceSource
 from kvtier.connector.plan import NamespaceInfo
-from kvtier.storage.errors import ConfigError, KVTierError
+from kvtier.storage.errors import ConfigError, GeometryError, KVTierError
 
 OWN, OTHER, SHARED = b"o" * 16, b"x" * 16, b"s" * 16
 
@@ -66,6 +67,37 @@ def test_what_could_not_be_opened_is_opened_anew(opener, monkeypatch):
             opener(OWN, shared=SHARED)
     after, _ = opener(OWN, shared=SHARED)
     assert after is not disk
+
+
+# -- pages ------------------------------------------------------------------------------------
+
+
+def test_the_catalog_begins_where_the_worker_s_staging_ends():
+    """Halves that see blocks of unequal size cut RAM unequally; what a rank stages in is its own.
+
+    The scheduler's copy of vLLM's configuration has one size for layers of several (DeepSeek's
+    sparse attention); where pages are padded, it takes them for larger than they are.
+    """
+    made = load({"ram": "1GiB", "disk": "/d", "disk_capacity": "1GiB"}, check_machine=False)
+    sizes = {"l.0": 1_800_000, "l.1": 1_400_000}
+    seen = [geometry_of(sizes), geometry_of(dict.fromkeys(sizes, 1 << 21))]
+    of_worker, of_scheduler = (assembly.arena_plan(made, each, 1) for each in seen)
+    assert of_worker.staging_pages > of_scheduler.staging_pages
+    half = assembly.build_scheduler(made, seen[1], lambda _: None, 1)
+    half.pages_begin(of_worker.staging_pages)
+    half.pages_begin(of_worker.staging_pages)
+    half.pages_ready(0, of_worker.n_pages)
+    half.pages_begin(of_worker.staging_pages)
+    assert half.catalog.begin_save(b"k" * 33, 1).pages.tolist() == [of_worker.staging_pages]
+    with pytest.raises(GeometryError, match="pages"):
+        half.pages_begin(of_worker.staging_pages + 1)
+    half.shutdown()
+
+
+def geometry_of(sizes):
+    regions = tuple(Region(name, 0, 1 << 21, size) for name, size in sizes.items())
+    group = GroupGeometry(0, GroupKind.FULL, 16, None, regions)
+    return Geometry((group,), 16, 16, 16, 256, 1000, "LBHNC", 1)
 
 
 # -- a folder whose server is gone -------------------------------------------------------------

@@ -23,12 +23,16 @@ class FakeHalf:
     def __init__(self):
         self.short_copies = SimpleNamespace(on=False)
         self.pages, self.stopped = {}, 0
+        self.staging_pages, self.begins = 3, []
 
     def lookup(self, request, local_tokens):
         return 64, True
 
     def pages_ready(self, rank, ready_pages):
         self.pages[rank] = ready_pages
+
+    def pages_begin(self, first_page):
+        self.begins.append(first_page)
 
     def pending(self):
         return True
@@ -116,10 +120,14 @@ def test_all_ranks_there(connect):
     half, names = scheduler.scheduler_half, scheduler._names
     for worker in workers:
         worker.register_kv_caches({})
+    workers[1].worker_half.staging_pages = 5
     hand_over(scheduler, *workers)
     assert scheduler.scheduler_half is half
     assert sorted(names.ranks) == ["0", "1"]
+    assert half.begins == [5], "pages that a rank stages in belong to nobody else"
     assert half.pages == {0: 7, 1: 7}
+    scheduler.set_xfer_handshake_metadata({})
+    assert half.begins == [5]
 
 
 @pytest.mark.parametrize("unit", [None, 32])
