@@ -106,8 +106,14 @@ class Driver(Protocol):
     def copy_each(self, dst: Addresses, src: Addresses, size: Addresses, stream: int) -> None:
         """Queue copies one by one; the way for host memory that is not pinned. May block."""
 
-    def pin(self, address: int, length_bytes: int) -> None:
-        """Page-lock host memory for copies. Blocks for as long as the kernel needs."""
+    def pin(self, address: int, length_bytes: int) -> int:
+        """Page-lock host memory for copies. Blocks for as long as the kernel needs.
+
+        Returns:
+            the address by which the device reaches it; the host's own on most machines,
+            but not where `CU_DEVICE_ATTRIBUTE_CAN_USE_HOST_POINTER_FOR_REGISTERED_MEM`
+            is 0 (WSL). A batch or a kernel that is given the host's there ends the context.
+        """
 
     def unpin(self, address: int) -> None:
         """Undo `pin`."""
@@ -240,15 +246,24 @@ class CudaDriver:
             code = copy(ctypes.c_uint64(to), ctypes.c_uint64(start), ctypes.c_size_t(count), handle)
             self._check("cuMemcpyAsync", code)
 
-    def pin(self, address: int, length_bytes: int) -> None:
+    def pin(self, address: int, length_bytes: int) -> int:
         """See `Driver.pin`."""
         self.use()
         self._call(
             "cuMemHostRegister_v2",
             ctypes.c_void_p(address),
             ctypes.c_size_t(length_bytes),
-            _HOST_REGISTER_PORTABLE | _HOST_REGISTER_MAPPED,  # `copy_kernel` reads it, too
+            _HOST_REGISTER_PORTABLE | _HOST_REGISTER_MAPPED,
         )
+        reached = ctypes.c_uint64()
+        try:
+            self._call(
+                "cuMemHostGetDevicePointer_v2", ctypes.byref(reached), ctypes.c_void_p(address), 0
+            )
+        except DriverError:
+            self.unpin(address)
+            raise
+        return reached.value
 
     def unpin(self, address: int) -> None:
         """See `Driver.unpin`."""

@@ -278,7 +278,8 @@ class CudaMover:
         builder, scratch = self._groups[group], direction.scratch
         driver, stream, to_device = self._driver, direction.stream, direction.to_device
         way = self._ways.get(group, CopyWay.FLAT)
-        if not self._pinning.covers(addresses):
+        reached = self._pinning.reach(addresses)
+        if reached is None:
             for flat in builder.flat_batches(block_ids, addresses, scratch):
                 to, start = (flat.device, flat.host) if to_device else (flat.host, flat.device)
                 yield partial(driver.copy_each, to, start, flat.size, stream)
@@ -287,15 +288,15 @@ class CudaMover:
             step = max(1, scratch.copies // builder.ranges)
             for i in range(0, len(block_ids), step):
                 part = slice(i, i + step)
-                yield partial(kernel, stream, block_ids[part], addresses[part], to_device)
+                yield partial(kernel, stream, block_ids[part], reached[part], to_device)
         elif way is CopyWay.ROWS:
             order = ORDER_ANY if to_device else ORDER_STREAM
             for operations in builder.row_batches(
-                block_ids, addresses, scratch, to_device=to_device, order=order
+                block_ids, reached, scratch, to_device=to_device, order=order
             ):
                 yield partial(driver.copy_rows, operations, stream)
         else:
-            for flat in builder.flat_batches(block_ids, addresses, scratch):
+            for flat in builder.flat_batches(block_ids, reached, scratch):
                 to, start = (flat.device, flat.host) if to_device else (flat.host, flat.device)
                 yield partial(driver.copy_batch, to, start, flat.size, stream, to_device=to_device)
 

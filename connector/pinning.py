@@ -43,9 +43,10 @@ class Pinning:
         self._driver = driver
         self._total_bytes = total_bytes
         self._lock = threading.Lock()
-        self._segments: dict[int, int] = {}
+        self._segments: dict[int, tuple[int, int]] = {}  # address: length, device's address
         self._starts = np.empty(0, np.uint64)
         self._ends = np.empty(0, np.uint64)
+        self._shifts = np.empty(0, np.uint64)  # modulo 2**64, as the additions are
         self._placed = False
         self._closed = threading.Event()
         self.pinned_bytes = 0
@@ -67,7 +68,7 @@ class Pinning:
         if self.failure is not None:
             return
         try:
-            self._driver.pin(address, length_bytes)
+            reached = self._driver.pin(address, length_bytes)
         except DriverError as error:
             self.failure = str(error)
             logger.warning(
@@ -81,29 +82,33 @@ class Pinning:
             return
         with self._lock:
             if not self._closed.is_set():
-                self._segments[address] = length_bytes
-                starts = sorted(self._segments)
-                self._starts = np.array(starts, np.uint64)
-                self._ends = np.array([s + self._segments[s] for s in starts], np.uint64)
+                self._segments[address] = length_bytes, reached
+                rows = [(a, a + n, (r - a) % 2**64) for a, (n, r) in sorted(self._segments.items())]
+                self._starts, self._ends, self._shifts = np.array(rows, np.uint64).T
                 self.pinned_bytes += length_bytes
                 return
         self._unpin(address)  # closed meanwhile: memory that is freed pinned stays in use
 
-    def covers(self, addresses: NDArray[np.uint64]) -> bool:
-        """Tell whether all of these pages are pinned (pages never straddle segments)."""
+    def reach(self, addresses: NDArray[np.uint64]) -> NDArray[np.uint64] | None:
+        """Return the device's addresses of these pages, None if they are not all pinned.
+
+        Pages never straddle segments. All (n,) uint64.
+        """
         with self._lock:
-            starts, ends = self._starts, self._ends
+            starts, ends, shifts = self._starts, self._ends, self._shifts
         if not len(starts):
-            return len(addresses) == 0
+            return None if len(addresses) else addresses
         segment = np.searchsorted(starts, addresses, side="right") - 1
-        return bool((segment >= 0).all() and (addresses < ends[segment]).all())
+        if (segment < 0).any() or (addresses >= ends[segment]).any():
+            return None
+        return np.asarray(addresses + shifts[segment])
 
     def close(self) -> None:
         """Unpin everything; before the arena is closed, after the last copy. Idempotent."""
         with self._lock:
             self._closed.set()
             segments, self._segments = self._segments, {}
-            self._starts = self._ends = np.empty(0, np.uint64)
+            self._starts = self._ends = self._shifts = np.empty(0, np.uint64)
             self.pinned_bytes = 0
         for address in segments:
             self._unpin(address)

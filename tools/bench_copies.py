@@ -20,12 +20,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..connector import descriptors
+from ..connector import pinning as pinned
 from ..connector.mover import HostMover
 from ..connector.mover_cuda import CopyWay, CudaLimits, CudaMover
+from ..connector.pinning import Pinning
 from ..connector.regions import RegionTable, region_table
 from ..storage.ram import Arena
 
 KIB = 1 << 10
+SEGMENT_BYTES = 1 << 28  # as the arena's
 SEED = 1208
 ROUNDS = 40
 
@@ -128,13 +131,9 @@ class NullDriver:
     def _nothing(self, *_: Any, **__: Any) -> int:
         return 1
 
-
-class _AllPinned:
-    def covers(self, _: NDArray[np.uint64]) -> bool:
-        return True
-
-    def close(self) -> None:
-        """Nothing is pinned."""
+    def numa_node(self) -> int | None:
+        """See `Driver.numa_node`: none, so that this thread's memory stays where it is."""
+        return None
 
 
 class _Pages:
@@ -148,8 +147,8 @@ class _Pages:
 def plan_time(blocks: int = 12_500, regions: int = 64, row_bytes: int = 64 * KIB) -> dict[str, Any]:
     """Measure the thread time of `CudaMover.load` without the driver's own, for each way.
 
-    ``python_ms`` is all of it; ``lock_held_ms`` leaves out the array additions,
-    in which NumPy gives the interpreter lock away.
+    ``python_ms`` is all of it; ``lock_held_ms`` leaves out the additions and the search
+    over arrays, in which NumPy gives the interpreter lock away.
     """
     pool = blocks + 1
     table = region_table(
@@ -166,19 +165,25 @@ def _plan_time(
     table: RegionTable, ids: NDArray[np.int64], page_bytes: int, way: CopyWay
 ) -> dict[str, float]:
     driver: Any = NullDriver()
-    pinning: Any = _AllPinned()
+    pinning = Pinning(driver, len(ids) * page_bytes)
+    step = max(1, SEGMENT_BYTES // page_bytes)
+    for first in range(0, len(ids), step):
+        pinning.on_segment(first * page_bytes, min(step, len(ids) - first) * page_bytes)
     mover = CudaMover(
         {0: table}, _Pages(page_bytes), driver, pinning,
         compute_stream=lambda: 0, ways={0: way}, limits=CudaLimits(),
     )  # fmt: skip
-    adding_s = 0.0
+    free_s = 0.0
 
-    def timed_add(*args: Any, **kwargs: Any) -> Any:
-        nonlocal adding_s
-        start = time.thread_time()
-        result = np.add(*args, **kwargs)
-        adding_s += time.thread_time() - start
-        return result
+    def timed(function: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            nonlocal free_s
+            start = time.thread_time()
+            result = function(*args, **kwargs)
+            free_s += time.thread_time() - start
+            return result
+
+        return call
 
     def once() -> float:
         start = time.thread_time()
@@ -187,18 +192,19 @@ def _plan_time(
 
     python_s = min(once() for _ in range(9))
     held_s = []
-    with mock.patch.object(descriptors, "np", _NumpyWith(timed_add)):
+    numpy = _NumpyWith(add=timed(np.add), searchsorted=timed(np.searchsorted))
+    with mock.patch.object(descriptors, "np", numpy), mock.patch.object(pinned, "np", numpy):
         for _ in range(9):
-            adding_s = 0.0
-            held_s.append(once() - adding_s)
+            free_s = 0.0
+            held_s.append(once() - free_s)
     return {"python_ms": round(python_s * 1e3, 3), "lock_held_ms": round(min(held_s) * 1e3, 3)}
 
 
 class _NumpyWith:
-    """NumPy with another `add`."""
+    """NumPy with some other functions."""
 
-    def __init__(self, add: Callable[..., Any]) -> None:
-        self.add = add
+    def __init__(self, **functions: Callable[..., Any]) -> None:
+        self.__dict__.update(functions)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(np, name)

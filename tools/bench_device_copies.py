@@ -88,7 +88,7 @@ class KeptPins:
     """Pinned pages that outlive the movers that use them."""
 
     def __init__(self, pinning: Pinning) -> None:
-        self.covers = pinning.covers
+        self.reach = pinning.reach
 
     def close(self) -> None:
         """Keep them; a mover that closes would unpin its own."""

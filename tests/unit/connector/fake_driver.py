@@ -11,6 +11,8 @@ import ctypes
 import threading
 from collections import deque
 
+import numpy as np
+
 from kvtier.connector.cuda_driver import DriverError
 
 DMA_COMPUTE = 1  # the engine's stream
@@ -28,6 +30,7 @@ class FakeDriver:
         self.most_queued = 0
         self.pinned = {}
         self.pin_limit = None
+        self.alias = 0  # from host addresses to those that the device has for them
         self.on_batch = None
         self.destroyed = []
         self.node = None
@@ -97,6 +100,7 @@ class FakeDriver:
         if self.pin_limit is not None and sum(self.pinned.values()) + length > self.pin_limit:
             raise DriverError("cuMemHostRegister_v2", 2, "CUDA_ERROR_OUT_OF_MEMORY")
         self.pinned[address] = length
+        return address + self.alias
 
     def unpin(self, address):
         del self.pinned[address]
@@ -181,12 +185,13 @@ class PumpedClock:
 
 
 class AllPinned:
-    def __init__(self, answer=True):
+    def __init__(self, answer=True, alias=0):
         self.answer = answer
+        self.alias = alias
         self.closed = False
 
-    def covers(self, addresses):
-        return self.answer
+    def reach(self, addresses):
+        return addresses + np.uint64(self.alias % 2**64) if self.answer else None
 
     def close(self):
         self.closed = True

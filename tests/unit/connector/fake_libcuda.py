@@ -35,6 +35,7 @@ PROTOTYPES = {
     "cuMemcpyAsync": (U64, U64, SIZE, PTR),
     "cuMemHostRegister_v2": (PTR, SIZE, U32),
     "cuMemHostUnregister": (PTR,),
+    "cuMemHostGetDevicePointer_v2": (PTR, PTR, U32),
     "cuGetErrorName": (I32, PTR),
 }
 BATCHES = {  # the oldest driver that has them, and what it adds
@@ -89,6 +90,7 @@ class FakeLibcuda:
         self.fail = {}  # name -> code
         self.thread = threading.local()  # .context, .capture_mode, .stack
         self.attributes = []
+        self.alias = 0  # from host addresses to those that the device has for them
         self._functions = {}
         known = dict(PROTOTYPES)
         for first, functions in BATCHES.items():
@@ -161,6 +163,10 @@ class FakeLibcuda:
     def _cuStreamCreateWithPriority(self, out, flags, priority):  # noqa: N802
         assert self.context() is not None
         self._put(PTR, out, (1 << 45) + 100 - priority)
+
+    def _cuMemHostGetDevicePointer(self, out, address, flags):  # noqa: N802
+        assert flags == 0
+        self._put(U64, out, address + self.alias)
 
     def _cuEventCreate(self, out, flags):  # noqa: N802
         assert self.context() is not None

@@ -160,9 +160,24 @@ def test_a_failed_stream_leaves_the_thread_as_it_is(lib):
 def test_pinned_memory_is_for_all_contexts_and_for_kernels(lib):
     """Memory is registered portable and mapped, since kernels read and write it too."""
     driver = CudaDriver(0)
-    driver.pin(1 << 40, 1 << 28)
+    assert driver.pin(1 << 40, 1 << 28) == 1 << 40
     assert lib.named("cuMemHostRegister_v2") == [(1 << 40, 1 << 28, 1 | 2)]
     driver.unpin(1 << 40)
+    assert lib.named("cuMemHostUnregister") == [(1 << 40,)]
+
+
+def test_the_devices_own_address_of_pinned_memory_is_told(lib):
+    """Some machines (WSL) let a device reach registered memory by another address alone."""
+    lib.alias = 1 << 20
+    assert CudaDriver(0).pin(1 << 40, 1 << 28) == (1 << 40) + (1 << 20)
+
+
+def test_memory_that_the_device_cannot_reach_is_not_pinned(lib):
+    """Without an address for the device the registration is undone, and the copies go unpinned."""
+    driver = CudaDriver(0)
+    lib.fail = {"cuMemHostGetDevicePointer_v2": 1}
+    with pytest.raises(DriverError, match="cuMemHostGetDevicePointer"):
+        driver.pin(1 << 40, 1 << 28)
     assert lib.named("cuMemHostUnregister") == [(1 << 40,)]
 
 

@@ -414,6 +414,21 @@ def test_the_kernel_serves_the_ways_it_is_for(way, names, pinned):
         assert {n for n, _ in world.driver.submitted} == {name if pinned else "each"}
 
 
+@pytest.mark.parametrize("way", [None, CopyWay.ROWS, CopyWay.KERNELS])
+@pytest.mark.parametrize("call", BOTH_WAYS)
+def test_the_device_is_given_its_own_addresses_of_pages(call, way):
+    """Where the device has pages at other addresses than the host, copies are given those."""
+    world = World(way=way)
+    others = Pages(NUM_BLOCKS, world.pages.page_bytes)
+    others.fill(world.rng)
+    world.mover._pinning.alias = others.start - world.pages.start
+    before = [world.pages.bytes_of(i) for i in IDS.tolist()]
+    world.start(call).wait(10.0)
+    assert [world.pages.bytes_of(i) for i in IDS.tolist()] == before
+    world.pages = others
+    assert world.landed(call)
+
+
 def test_the_engines_thread_is_left_as_it_is():
     """What the engine's own thread does here never makes it one of ours (`Driver.use`)."""
     world = World()

@@ -40,7 +40,7 @@ def test_every_segment_is_pinned_before_its_pages_are_ready(driver):
     arena = Arena(PAGE, 10, segment_bytes=4 * PAGE, on_segment=hook)
     arena.start(background=False)
     assert ready_when_pinned == [0, 4, 8]
-    assert pinning.covers(arena.addresses(np.arange(10)))
+    assert pinning.reach(arena.addresses(np.arange(10))) is not None
     assert pinning.pinned_bytes == 10 * PAGE == sum(driver.pinned.values())
     arena.close()
 
@@ -48,14 +48,28 @@ def test_every_segment_is_pinned_before_its_pages_are_ready(driver):
 def test_knows_what_is_pinned(driver):
     """Addresses before, between and after pinned segments are told apart."""
     pinning = Pinning(driver, 100 * PAGE)
-    assert not pinning.covers(np.array([PAGE], np.uint64))
-    assert pinning.covers(np.empty(0, np.uint64))
+    assert pinning.reach(np.array([PAGE], np.uint64)) is None
+    assert pinning.reach(np.empty(0, np.uint64)) is not None
     pinning.on_segment(20 * PAGE, 2 * PAGE)
     pinning.on_segment(10 * PAGE, 3 * PAGE)
     inside = [10, 11, 12, 20, 21]
-    assert pinning.covers(np.array(inside, np.uint64) * np.uint64(PAGE))
+    assert pinning.reach(np.array(inside, np.uint64) * np.uint64(PAGE)) is not None
     for page in (9, 13, 19, 22):
-        assert not pinning.covers(np.array([*inside, page], np.uint64) * np.uint64(PAGE))
+        assert pinning.reach(np.array([*inside, page], np.uint64) * np.uint64(PAGE)) is None
+
+
+def test_pages_are_reached_where_the_device_has_them(driver):
+    """Each segment has its own distance between the host's address and the device's."""
+    pinning = Pinning(driver, 100 * PAGE)
+    for first, alias in ((20, 0), (10, 1 << 40), (30, 1 << 41)):
+        driver.alias = alias
+        pinning.on_segment(first * PAGE, 3 * PAGE)
+    pages = np.array([11, 21, 32, 12], np.uint64) * np.uint64(PAGE)
+    aliases = np.array([1 << 40, 0, 1 << 41, 1 << 40], np.uint64)
+    assert np.array_equal(pinning.reach(pages), pages + aliases)
+    driver.alias = -5 * PAGE
+    pinning.on_segment(50 * PAGE, PAGE)
+    assert pinning.reach(np.array([50 * PAGE], np.uint64)).tolist() == [45 * PAGE]
 
 
 def test_a_refusal_is_one_warning_and_the_arena_goes_on(driver, caplog):
@@ -70,8 +84,8 @@ def test_a_refusal_is_one_warning_and_the_arena_goes_on(driver, caplog):
     assert "`ram`" in message
     assert "ulimit -l" in message
     assert len(driver.pinned) == 1  # the last, smaller one would have fitted
-    assert pinning.covers(arena.addresses(np.arange(4)))
-    assert not pinning.covers(arena.addresses(np.arange(5)))
+    assert pinning.reach(arena.addresses(np.arange(4))) is not None
+    assert pinning.reach(arena.addresses(np.arange(5))) is None
     arena.close()
 
 
@@ -83,7 +97,7 @@ def test_close_unpins_everything_once(driver):
     pinning.close()
     pinning.close()
     assert driver.pinned == {}
-    assert not pinning.covers(pages)
+    assert pinning.reach(pages) is None
     arena.close()
 
 
@@ -104,7 +118,7 @@ def test_nothing_is_pinned_after_close(driver):
     driver.pin = pin_while_closing
     pinning.on_segment(4 * PAGE, PAGE)
     assert driver.pinned == {}
-    assert not pinning.covers(np.array([4 * PAGE], np.uint64))
+    assert pinning.reach(np.array([4 * PAGE], np.uint64)) is None
 
 
 @pytest.mark.parametrize(("node", "expected"), [(None, []), (1, [(1, 0)])])
