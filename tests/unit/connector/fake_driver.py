@@ -2,7 +2,7 @@
 
 Streams are queues; `step` lets one stream, drawn at random, do the next thing:
 one copy of a batch (in random order within it), one mark, one wait that is
-satisfied. Device memory is host memory.
+satisfied. Device memory is host memory. Calls may come from several threads.
 """
 
 from __future__ import annotations
@@ -35,6 +35,7 @@ class FakeDriver:
         self.destroyed = []
         self.node = None
         self.users = set()  # threads
+        self.lock = threading.RLock()
 
     # Driver
 
@@ -52,11 +53,13 @@ class FakeDriver:
 
     def stream_idle(self, stream):
         self._may_fail("stream_idle")
-        return not self.streams[stream]
+        with self.lock:
+            return not self.streams[stream]
 
     def create_event(self):
-        handle = self._handle()
-        self.events[handle] = [0, 0]
+        with self.lock:
+            handle = self._handle()
+            self.events[handle] = [0, 0]
         return handle
 
     def destroy_event(self, event):
@@ -64,8 +67,9 @@ class FakeDriver:
 
     def record(self, event, stream):
         self._may_fail("record")
-        self.events[event][0] += 1
-        self.streams[stream].append(("mark", event, self.events[event][0]))
+        with self.lock:
+            self.events[event][0] += 1
+            self.streams[stream].append(("mark", event, self.events[event][0]))
 
     def reached(self, event):
         self._may_fail("reached")
@@ -74,7 +78,8 @@ class FakeDriver:
 
     def wait_for(self, stream, event):
         self._may_fail("wait_for")
-        self.streams[stream].append(("wait", event, self.events[event][0]))
+        with self.lock:
+            self.streams[stream].append(("wait", event, self.events[event][0]))
 
     def copy_batch(self, dst, src, size, stream, *, to_device):
         if self.on_batch is not None:
@@ -116,6 +121,10 @@ class FakeDriver:
 
     def step(self, skip=()):
         """Do one thing of one stream that can; tell whether there was any."""
+        with self.lock:
+            return self._step(skip)
+
+    def _step(self, skip):
         able = [s for s in self.streams if s not in skip and self._able(s)]
         if not able:
             return False
@@ -151,10 +160,11 @@ class FakeDriver:
 
     def queue(self, name, dst, src, size, stream):
         copies = [(int(d), int(s), int(n)) for d, s, n in zip(dst, src, size, strict=True)]
-        self.submitted.append((name, len(copies)))
-        self.streams[stream].append(("copies", copies))
-        batches = sum(item[0] == "copies" for item in self.streams[stream])
-        self.most_queued = max(self.most_queued, batches)
+        with self.lock:
+            self.submitted.append((name, len(copies)))
+            self.streams[stream].append(("copies", copies))
+            batches = sum(item[0] == "copies" for item in self.streams[stream])
+            self.most_queued = max(self.most_queued, batches)
 
     def _may_fail(self, call):
         if self.dead:

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from kvtier.connector.mover import HostMover
+from kvtier.connector.mover_cuda import CudaMover
 from kvtier.connector.plan import NamespaceInfo, Plan
 from kvtier.connector.regions import region_table
 from kvtier.connector.worker import ArenaPlan, WorkerHalf
@@ -28,6 +29,7 @@ from kvtier.storage.ram import Arena
 from kvtier.storage.tier import PutResult, Tier, TierCapabilities, TierChanges, TierStat
 from kvtier.storage.transfer import TransferLimits
 
+from .fake_driver import DMA_COMPUTE, AllPinned, FakeDriver
 from .halves import Clock
 
 PAGE = 4096
@@ -93,7 +95,7 @@ class DictTier(Tier):
 class Rank:
     """A worker half on a small device in host memory."""
 
-    def __init__(self, rank=0, replicas=1, open_tiers=None):
+    def __init__(self, rank=0, replicas=1, open_tiers=None, make_mover=HostMover):
         self.memory = np.zeros(20 * PAGE, np.uint8)
         self.device = self.memory.reshape(20, PAGE)
         tables = {0: region_table(0, [(self.memory.ctypes.data, PAGE, PAGE)], 20)}
@@ -106,7 +108,7 @@ class Rank:
             arena,
             ArenaPlan(PAGE, 2, 10, 2),
             {0: PAGE},
-            HostMover(tables, arena),
+            make_mover(tables, arena),
             open_tiers or self.open,
             Clock(),
             TransferLimits(),
@@ -211,6 +213,57 @@ def test_saves_wait_for_the_forward(ranks):
     rank.until(SaveCopied)
     rank.step(Plan(saves=(save(2, 2, [3, 4], [7, 8]),)), launched=False)
     assert len(rank.until(SaveCopied, 2)) == 2
+
+
+class OnDevice:
+    """A rank whose device is fake: its copies are queued, and made when a test says so."""
+
+    def __init__(self, ranks):
+        self.driver = FakeDriver(np.random.default_rng(3))
+        self.rank = ranks(make_mover=self.mover)
+
+    def mover(self, tables, arena):
+        return CudaMover(
+            tables, arena, self.driver, AllPinned(), compute_stream=lambda: DMA_COMPUTE
+        )
+
+    def copies_queued(self):
+        """Wait until the worker's thread has queued its copies, and let the device make them."""
+        for _ in range(int(WAIT_S / 0.005)):
+            if self.driver.submitted:
+                break
+            threading.Event().wait(0.005)
+        self.driver.run(skip=(DMA_COMPUTE,))
+        threading.Event().wait(0.05)  # for a thread that would find them ended
+        self.rank.step(Plan(idle=True))
+
+
+def test_on_a_device_saves_come_after_the_forward(ranks):
+    """What the engine launches before it says so is in what is saved, however late it runs."""
+    on = OnDevice(ranks)
+    on.rank.half.begin(Plan(namespace=namespace(), saves=(save(1, 1, [3, 4], [5, 6]),)))
+    on.driver.launch(lambda: on.rank.device[3].fill(33))
+    on.rank.half.forward_launched()
+    on.copies_queued()
+    assert not on.rank.of(SaveCopied)
+    on.driver.run()
+    on.rank.until(SaveCopied)
+    assert bytes(on.rank.arena.buffers([5], PAGE)[0]) == bytes([33]) * PAGE
+
+
+def test_on_a_device_loads_come_after_what_the_step_began_with(ranks):
+    """Zeroing and copy-on-write, launched before the plan is bound, never hit loaded blocks."""
+    on = OnDevice(ranks)
+    on.rank.arena.buffers([5], PAGE)[0][:] = bytes([55]) * PAGE
+    on.driver.launch(lambda: on.rank.device[7].fill(1))
+    on.rank.half.begin(Plan(namespace=namespace(), loads=(load(2, 1, [7], [5], "ram"),)))
+    on.copies_queued()
+    assert not on.rank.of(LoadDone)
+    assert on.rank.finished == []
+    on.driver.run()
+    on.rank.until(LoadDone)
+    assert on.rank.failed == []
+    assert (on.rank.device[7] == 55).all()
 
 
 def test_plans_are_left_as_they_are(ranks):

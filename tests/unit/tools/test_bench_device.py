@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import threading
 from types import SimpleNamespace
 
 import numpy as np
@@ -72,36 +71,22 @@ def test_the_null_driver_answers_everything(name):
 
 
 class EagerDriver(FakeDriver):
-    """A device that has done everything whenever it is asked; for several threads."""
+    """A device that has done everything whenever it is asked."""
 
     can_batch = True
 
-    def __init__(self):
-        super().__init__(np.random.default_rng(5))
-        self._lock = threading.RLock()
-
-    def queue(self, *arguments):
-        with self._lock:
-            super().queue(*arguments)
-
-    def record(self, event, stream):
-        with self._lock:
-            super().record(event, stream)
-
     def reached(self, event):
-        with self._lock:
-            self.run()
-            return super().reached(event)
+        self.run()
+        return super().reached(event)
 
     def stream_idle(self, stream):
-        with self._lock:
-            self.run()
-            return super().stream_idle(stream)
+        self.run()
+        return super().stream_idle(stream)
 
 
 def fake_bench(**options):
     """A bench whose device is the host's memory."""
-    driver = EagerDriver()
+    driver = EagerDriver(np.random.default_rng(5))
     cuda = SimpleNamespace(synchronize=lambda: None, empty_cache=lambda: None)
     fake_torch = SimpleNamespace(
         cuda=cuda,
