@@ -19,6 +19,7 @@ from ..storage.errors import ConfigError, GeometryError, KVTierError
 from . import assembly, engine_api
 from .config import Config, load
 from .geometry import Geometry, from_kv_cache_config
+from .logs import use_engine_log
 from .lookup import MissReason
 from .metrics import KVTierPromMetrics, KVTierStats
 from .namespace_source import NamespaceSource
@@ -70,6 +71,7 @@ class KVTierConnector(base.KVConnectorBase_V1, base.SupportsHMA):
         self, vllm_config: Any, role: base.KVConnectorRole, kv_cache_config: Any = None
     ) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
+        use_engine_log()
         transfer_config = vllm_config.kv_transfer_config
         # A lost record is a miss, never an error of the user's request.
         transfer_config.kv_load_failure_policy = "recompute"

@@ -6,7 +6,7 @@ import time
 from typing import TYPE_CHECKING
 
 from .disk_usage import UsageUnknown
-from .errors import TierRefused, TierUnavailable
+from .errors import TierLocked, TierRefused, TierUnavailable
 
 if TYPE_CHECKING:
     from .disk_evict import Evictor
@@ -54,7 +54,7 @@ class Room:
                     self._keeper.want_walk()
                 time.sleep(0.005)
             except TierUnavailable as error:
-                raise TierRefused(str(error)) from None
+                raise TierLocked(str(error)) from None
             if time.monotonic() > deadline_s:
                 raise TierRefused(f"no room below {self._root}: others fill it as fast")
 

@@ -12,6 +12,7 @@ Past the edge of a tier or of the configuration only these are raised::
     |   `-- RecordRefused      cannot be written now; others can
     `-- TierError              the tier cannot serve now
         |-- TierRefused        writes refused (full, read-only); reads go on
+        |   `-- TierLocked     another process keeps locked what writers share
         `-- TierUnavailable    neither reads nor writes
 """
 
@@ -80,6 +81,10 @@ class TierError(KVTierError):
 
 class TierRefused(TierError):
     """The tier refuses writes (full, read-only); reads go on."""
+
+
+class TierLocked(TierRefused):
+    """Another process keeps locked what writers share."""
 
 
 class TierUnavailable(TierError):

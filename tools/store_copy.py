@@ -10,7 +10,13 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from ..storage.errors import RecordDamaged, RecordMissing, RecordRefused, TierRefused
+from ..storage.errors import (
+    RecordDamaged,
+    RecordMissing,
+    RecordRefused,
+    TierLocked,
+    TierRefused,
+)
 from ..storage.reseal import can_open, has_current_seal, resealed
 from .exit_codes import ExitCode
 from .reporting import CommandError, size
@@ -207,7 +213,8 @@ def _copy_one(
         written = writer.put(header, stored, record.used_at_s, replace=in_place)
     except (TierRefused, RecordRefused) as refusal:
         raise CommandError(
-            f"{target.name} takes no more after {result.copied:,} records: {refusal}"
+            f"{target.name} takes no more after {result.copied:,} records: {refusal}",
+            ExitCode.LOCKED if isinstance(refusal, TierLocked) else ExitCode.FAILURE,
         ) from None
     if not written:
         result.there += 1

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import shutil
 import signal
 import socket
@@ -50,6 +51,7 @@ def server(tmp_path_factory):
     environment = {
         **os.environ, "VLLM_ENABLE_V1_MULTIPROCESSING": "1", "VLLM_CPU_KVCACHE_SPACE": "1",
         "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1",
+        "VLLM_LOGGING_LEVEL": "INFO",
     }  # fmt: skip
     log = root / "server.log"
     with open(log, "w") as out:
@@ -118,6 +120,9 @@ def test_a_server_is_soaked_watched_and_explained(server, tmp_path, monkeypatch)
         "--kvtier", json.dumps({"disk": str(store)}),
     )  # fmt: skip
     assert found["ok"]
+    log = (root / "server.log").read_text()
+    for line in ("kvtier: settings ", "kvtier: namespace "):  # in vLLM's form: level and time
+        assert re.search(rf"INFO [\d: -]+\[[^]]*\] {line}", log), line
     assert found["setup"]["model"] == "tiny"
     traffic = found["traffic"]
     assert traffic["wrong"] == 0

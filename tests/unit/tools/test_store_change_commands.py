@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import time
@@ -9,6 +10,7 @@ import time
 import pytest
 
 from kvtier.storage.key import key_name
+from kvtier.tools.exit_codes import ExitCode
 from kvtier.tools.redis_server import RedisServer
 from kvtier.tools.store_base import Capacity
 
@@ -440,6 +442,18 @@ def test_copy_with_keys_that_are_none(store, tmp_path):
     assert len(err.splitlines()) == 1
     assert "zz" not in err
     assert not (tmp_path / "new").exists()
+
+
+def test_a_target_that_another_process_keeps_locked_is_told_as_such(store, tmp_path):
+    """Exit code 6 after a few seconds, and a line that names the lock."""
+    target = Folder(tmp_path / "target")
+    put(target.tier(), [7])
+    with open(tmp_path / "target" / ".kvtier" / "usage", "r+b") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        code, _, err = kvtier("copy", store.target, target.target)
+    assert code == ExitCode.LOCKED == 6
+    assert "usage stays locked by another process" in err
+    assert kvtier("copy", store.target, target.target)[0] == 0
 
 
 def test_a_server_without_room_stops_a_copy(store):
