@@ -93,7 +93,9 @@ def engine(
 ) -> None:
     """Time to first token in the real engine: cold, from the device, from RAM, from disk."""
     from . import bench_engine, bench_throughput
+    from .engine_choice import check_engine
 
+    check_engine(model)
     if no_reuse:
         load = bench_throughput.ThroughputBench(model=model, folder=folder, rounds=rounds + 1)
         result = bench_throughput.run(load, _say)
@@ -117,7 +119,9 @@ def sessions(
 ) -> None:
     """More agent sessions than RAM holds, in the real engine, with and without kvtier."""
     from . import bench_sessions
+    from .engine_choice import check_engine
 
+    check_engine(model)
     options = bench_sessions.SessionsBench(
         model=model, folder=folder, sessions=n_sessions, turns=turns
     )
@@ -164,7 +168,9 @@ def outage(
 ) -> None:
     """Time to first token in the real engine while its Redis is stopped, against one without."""
     from . import bench_outage
+    from .engine_choice import check_engine
 
+    check_engine(model)
     options = bench_outage.OutageBench(model=model, prompt_tokens=prompt_tokens, rounds=rounds)
     result = bench_outage.run(options, _say)
     print_json(result) if as_json else _rows(bench_outage.rows(result))

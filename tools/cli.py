@@ -92,7 +92,9 @@ def demo(
         Optional[str],  # noqa: UP045 (typer reads annotations at run time, on Python 3.10 too)
         typer.Option(help="Model folder or name; by default SmolLM2-135M-Instruct."),
     ] = None,
-    dtype: Annotated[str, typer.Option(help="Type of weights and KV.")] = "float32",
+    dtype: Annotated[
+        str, typer.Option(help="Type of weights and KV, as vLLM's --dtype.")
+    ] = "float32",
     disk: Annotated[
         Optional[str],  # noqa: UP045
         typer.Option(help="Folder of the disk tier, kept; by default a temporary one."),
@@ -109,8 +111,9 @@ def demo(
     from .demo import DemoOptions, run_demo
     from .demo_view import DemoView
 
+    options = DemoOptions(model=model, dtype=dtype, disk=disk, redis=redis)
+    options.check()
     with DemoView(quiet=as_json) as view:
-        options = DemoOptions(model=model, dtype=dtype, disk=disk, redis=redis)
         report = run_demo(options, view)
         view.summary(report)
     if as_json:

