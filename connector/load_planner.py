@@ -111,8 +111,11 @@ class LoadPlanner:
         """Reserve RAM pages for a chunk of a lower tier, if that is wanted and there are any."""
         if not self._promote:
             return False
-        n_blocks = part.piece.stored_blocks
-        return self._catalog.begin_promote(part.piece.key, n_blocks) is not None
+        piece = part.piece
+        entry = self._catalog.begin_promote(piece.key, piece.stored_blocks)
+        if entry is not None:
+            entry.span = (piece.start_tokens, piece.end_tokens)
+        return entry is not None
 
     def tokens_by_source(self, job: LoadJob, n_tokens: int) -> dict[str, int]:
         """Charge ``n_tokens`` to the places that the leading group's chunks come from."""

@@ -159,6 +159,7 @@ class Warmer:
             self._skip(running, "no_room")
             return None
         running.pages_left -= n_blocks
+        entry.span = (start, end_tokens)
         entry.used = max(entry.used, running.age - end_tokens)
         running.under_way.append((entry, source, self._ledger.clock()))
         chunk = LoadChunk(

@@ -33,7 +33,7 @@ class Entry:
         pins: jobs that use the RAM pages now.
         writes: jobs that write this chunk to a lower tier now.
         loads: jobs that fill the pages from a lower tier, while a request waits for them.
-        span: token range [start, end), where a save has told it.
+        span: token range [start, end), once it has been in RAM.
         used: age of the last use; larger is younger.
         dropped: a write of it to a lower tier found no room.
         dead: dropped from the catalog; pages go back with the last pin.

@@ -9,6 +9,7 @@ import pytest
 from kvtier.connector.geometry import GroupKind
 from kvtier.connector.write_back import WRITE_BACK_RETRY_S, WritePolicy
 from kvtier.storage.catalog import RAM
+from kvtier.storage.jobs import TierNews
 
 from .halves import BLOCK, CHUNK, Half, geometry_of, group, request_of
 
@@ -360,6 +361,25 @@ def test_write_back_before_ram_is_full():
     assert half.catalog.resident()["disk"] == len(back) > 0
     assert half.catalog.room_without_loss() >= 0.25
     assert half.catalog.counts.ram_evicted_lost_chunks == 0
+
+
+def test_what_was_loaded_is_written_back_once_only_ram_holds_it():
+    """The disk evicts what RAM has promoted: it goes back, and keeps no other from being written."""
+    half = Half(pages=9 * 4, write=WritePolicy(back=("disk",)))
+    old = request_of("old", 8 * CHUNK + 16, seed=99)
+    for end in range(CHUNK, 8 * CHUNK + 1, CHUNK):
+        half.on_tier(old, end)
+    half.half.on_new_request(old)
+    half.half.lookup(old, 0)
+    half.admit(old, 8 * CHUNK)
+    (load,) = half.plan().loads
+    half.load_ends(load)
+    half.tell(TierNews("disk", removed=tuple(chunk.key for chunk in load.chunks)))
+    (job,) = half.plan().saves
+    spans = {chunk.key: (chunk.start_tokens, chunk.end_tokens) for chunk in job.chunks}
+    assert spans == {half.key(old, end): (end - CHUNK, end) for end in range(64, 513, 64)}
+    half.save_ends(job)
+    assert half.catalog.resident()["disk"] == 8
 
 
 def test_a_write_back_in_vain_waits():
