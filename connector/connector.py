@@ -195,11 +195,10 @@ class KVTierConnector(base.KVConnectorBase_V1, base.SupportsHMA):
             self._turn_off("; ".join(sorted(off)) or f"only ranks {[f.rank for f in facts]} answer")
             return
         self._names.set_ranks({str(f.rank): f.facts for f in facts})
-        try:
-            if facts:  # what ranks stage in is theirs, however the scheduler's half cuts RAM
-                self._scheduler.pages_begin(max(fact.staging_pages for fact in facts))
-        except GeometryError as err:
-            self._turn_off(str(err))
+        # What ranks stage in is theirs, however the scheduler's half cuts RAM.
+        first_page = max((fact.staging_pages for fact in facts), default=None)
+        if first_page is not None and not self._scheduler.pages_begin(first_page):
+            self._turn_off("the ranks tell too late which RAM pages are their own")
             return
         for fact in facts:
             self._scheduler.pages_ready(fact.rank, fact.ready_pages)

@@ -134,6 +134,16 @@ class LoadPlanner:
             out[source] = out.get(source, 0) + left
         return {source: n for source, n in out.items() if n}
 
+    def bytes_of(self, pieces: Iterable[Piece]) -> dict[str, int]:
+        """Return the bytes of the records of ``pieces``, by the place that serves them now."""
+        out: dict[str, int] = {}
+        for piece in pieces:
+            source = self._catalog.source(piece.key)
+            if source is not None:
+                size = self._geometry.group(piece.group_id).padded_block_bytes
+                out[source] = out.get(source, 0) + piece.stored_blocks * size
+        return out
+
     def bytes_by_source(self, chunks: Iterable[LoadChunk]) -> dict[str, int]:
         """Return the bytes that a load of ``chunks`` moves, by source (rank 0's sizes)."""
         out: dict[str, int] = {}

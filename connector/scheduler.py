@@ -12,7 +12,6 @@ from typing import Any
 
 from ..storage.catalog import Catalog
 from ..storage.counts import Counts
-from ..storage.errors import GeometryError
 from ..storage.jobs import LoadJob
 from . import engine_api
 from .admission import Admission
@@ -23,7 +22,7 @@ from .gate import Gate
 from .geometry import Geometry
 from .ledger import Ledger
 from .load_planner import LoadPlanner
-from .lookup import MissReason, Piece, PrefixLookup
+from .lookup import Piece, PrefixLookup
 from .plan import NamespaceInfo, Plan, RankReport
 from .request_options import options_of
 from .save_planner import SavePlanner
@@ -32,6 +31,7 @@ from .settlement import Settlement
 from .shared_lookup import SharedLookup
 from .short_copies import ShortCopies
 from .standing import Standing
+from .tally import Tally
 from .tier_states import TierStates
 from .tracker import SchedulerOptions, Tracker
 from .warmer import Warmer
@@ -66,7 +66,8 @@ class SchedulerHalf:
         self.catalog = catalog
         self.counts = Counts()
         self.options = options or SchedulerOptions()
-        self.last_hits: dict[str, dict[str, int]] = {}
+        self._tally = Tally(self.counts)
+        self.last_hits = self._tally.last_hits
         self.short_copies = ShortCopies(geometry)
         self._lookup = PrefixLookup(geometry, catalog)
         self._namespace_of = namespace
@@ -191,7 +192,7 @@ class SchedulerHalf:
         tracker = self._tracker(request)
         tracker.probed, tracker.admitted = False, True
         if not tracker.counted:
-            self._count_admission(tracker, external_tokens)
+            self._tally.admission(tracker, external_tokens)
         self._auditor.admitted(tracker.audit, tracker.hashes)
         if external_tokens == 0:
             return
@@ -215,36 +216,13 @@ class SchedulerHalf:
         tracker.load_job = job_id
         tracker.load_began_s = self._clock()
         tracker.hits.update(self._load_plans.tokens_by_source(job, external_tokens))
-        for source, n in tracker.hits.items():
-            self.counts.add(f"hit_tokens.{source}", n)
-        self.counts.add("hits")
+        self._tally.hit(tracker)
         self._touch_chain(job)
 
     def _deadline_s(self, pieces: Sequence[Piece], n_tokens: int) -> float:
         if self.options.deadline_s is not None:
             return self.options.deadline_s
-        n_bytes: dict[str, int] = {}
-        for piece in pieces:
-            source = self.catalog.source(piece.key)
-            if source is not None:
-                size = self.geometry.group(piece.group_id).padded_block_bytes
-                n_bytes[source] = n_bytes.get(source, 0) + piece.stored_blocks * size
-        return self.gate.deadline_s(n_bytes, n_tokens)
-
-    def _count_admission(self, tracker: Tracker, external_tokens: int) -> None:
-        tracker.counted = True
-        tracker.hits = {}
-        request = tracker.request
-        self.last_hits[request.request_id] = tracker.hits
-        if len(self.last_hits) > 1000:
-            self.last_hits.pop(next(iter(self.last_hits)))
-        self.counts.add("lookups")
-        self.counts.add("lookup_tokens", request.num_tokens)
-        self.counts.add("local_hit_tokens", tracker.local_tokens)
-        if external_tokens == 0 and tracker.hit_tokens > tracker.local_tokens:
-            return  # promised but not taken: the engine had a longer hit of its own
-        if tracker.reason is not MissReason.NONE:
-            self.counts.add(f"misses.{tracker.reason.value}")
+        return self.gate.deadline_s(self._load_plans.bytes_of(pieces), n_tokens)
 
     def _touch_chain(self, job: LoadJob) -> None:
         keys = [chunk.key for chunk in reversed(job.chunks)]
@@ -351,14 +329,9 @@ class SchedulerHalf:
                 tracker.hashes, tracker.save, table, valid_tokens, prompt_tokens
             )
 
-    def pages_begin(self, first_page: int) -> None:
-        """Leave the pages before ``first_page`` to the ranks' staging, whatever they are here.
-
-        Raises:
-            GeometryError: others are in use already.
-        """
-        if not self.catalog.begin_at(first_page):
-            raise GeometryError(f"RAM pages from {first_page} on are told of too late")
+    def pages_begin(self, first_page: int) -> bool:
+        """Leave the pages before ``first_page`` to the ranks' staging; False: it is too late."""
+        return self.catalog.begin_at(first_page)
 
     def pages_ready(self, rank: int, ready_pages: int) -> None:
         """Use the RAM pages that every rank has by now; ``rank`` has its first ``ready_pages``."""

@@ -33,6 +33,7 @@ class FakeHalf:
 
     def pages_begin(self, first_page):
         self.begins.append(first_page)
+        return True
 
     def pending(self):
         return True

@@ -364,7 +364,7 @@ def test_write_back_before_ram_is_full():
 
 
 def test_what_was_loaded_is_written_back_once_only_ram_holds_it():
-    """The disk evicts what RAM has promoted: it goes back, and keeps no other from being written."""
+    """What the disk evicts and RAM has promoted goes back, and keeps no other waiting."""
     half = Half(pages=9 * 4, write=WritePolicy(back=("disk",)))
     old = request_of("old", 8 * CHUNK + 16, seed=99)
     for end in range(CHUNK, 8 * CHUNK + 1, CHUNK):
