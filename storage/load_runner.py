@@ -137,7 +137,7 @@ class LoadRunner:
         finally:
             state.reading.pop(i, None)
             if slot is not None:
-                self._staging.give(slot)
+                self._staging.give(slot, link.name)
             state.finish(i, status)
 
     def _take_slot(
@@ -147,11 +147,11 @@ class LoadRunner:
         if not link.online:
             return None, ChunkStatus.TIER_DOWN  # before it waits for a slot in vain
         wait_s = state.deadline_at_s - self._clock() if need is Need.LOAD else 0.0
-        slot = self._staging.take(wait_s)
+        slot = self._staging.take(wait_s, link.name)
         if slot is None:
             return None, ChunkStatus.DEADLINE if need is Need.LOAD else ChunkStatus.CANCELLED
         if state.need(i) is Need.NOTHING:  # closed meanwhile; at shutdown the pages are gone
-            self._staging.give(slot)
+            self._staging.give(slot, link.name)
             return None, ChunkStatus.CANCELLED
         return slot, ChunkStatus.CANCELLED
 

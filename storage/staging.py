@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Sequence
 
 import numpy as np
@@ -12,7 +12,10 @@ from .device import Ids
 
 
 class Staging:
-    """Slots of pages for loads that got no pages of their own."""
+    """Slots of pages for loads that got no pages of their own.
+
+    Tiers share them: reads that hang keep theirs, so that none may hold the last ones.
+    """
 
     def __init__(self, page_ids: Sequence[int], pages_per_slot: int) -> None:
         self._slots: deque[Ids] = deque(
@@ -22,16 +25,27 @@ class Staging:
         if not self._slots:
             raise ValueError(f"staging of {len(page_ids)} pages holds no slot of {pages_per_slot}")
         self._cond = threading.Condition()
+        self._most = self._n_slots = len(self._slots)
+        self._held: Counter[str] = Counter()
 
-    def take(self, timeout_s: float) -> Ids | None:
-        """Return a slot, or None after ``timeout_s``."""
+    def share_among(self, n_tiers: int) -> None:
+        """Let so many tiers leave each other a slot, where there are enough."""
+        self._most = max(1, self._n_slots - max(0, n_tiers - 1))
+
+    def take(self, timeout_s: float, tier: str = "") -> Ids | None:
+        """Return a slot for a read of ``tier``, or None after ``timeout_s``."""
         with self._cond:
-            if not self._cond.wait_for(lambda: bool(self._slots), max(0.0, timeout_s)):
+            if not self._cond.wait_for(lambda: self._may_take(tier), max(0.0, timeout_s)):
                 return None
+            self._held[tier] += 1
             return self._slots.popleft()
 
-    def give(self, slot: Ids) -> None:
-        """Give a slot back."""
+    def _may_take(self, tier: str) -> bool:
+        return bool(self._slots) and self._held[tier] < self._most
+
+    def give(self, slot: Ids, tier: str = "") -> None:
+        """Give a slot of ``tier`` back."""
         with self._cond:
+            self._held[tier] -= 1
             self._slots.append(slot)
-            self._cond.notify()
+            self._cond.notify_all()

@@ -83,6 +83,7 @@ class Transfer:
         self.limits = limits or TransferLimits()
         self.counts = Counts()
         self.staging = staging
+        staging.share_among(len(self.limits.links))
         self._clock = clock
         self._links: dict[str, TierLink] = {}
         self._generation = 0

@@ -46,10 +46,10 @@ class SimStaging(Staging):
 
     sim: World
 
-    def take(self, timeout_s):
+    def take(self, timeout_s, tier=""):
         until_s = self.sim.clock() + timeout_s
-        self.sim.tasks.wait_until(lambda: self._slots or self.sim.clock() >= until_s)
-        return super().take(0.0)
+        self.sim.tasks.wait_until(lambda: self._may_take(tier) or self.sim.clock() >= until_s)
+        return super().take(0.0, tier)
 
 
 def random_geometry(rng):

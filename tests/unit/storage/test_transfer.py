@@ -168,6 +168,22 @@ def test_load_streams_through_staging(benches):
     assert bench.mover.blocks == {(0, 10 + n): n for n in range(12)}
 
 
+def test_a_tier_that_hangs_leaves_the_others_a_staging_slot(benches):
+    """Reads that hang keep their slots, but never the last one that another tier could use."""
+    bench = benches(staging_pages=6, slot_pages=2, tiers=[HeldTier(), HeldTier("redis")])
+    disk, redis = bench.tiers
+    redis.records[key(9)] = bytes([9]) * PAGE
+    disk.gates["get"].shut()
+    hung = [bench.load(load_chunk(n, [5], None)) for n in range(1, 5)]
+    disk.gates["get"].wait_came(2)
+    job = bench.load(load_chunk(9, [6], None, "redis"))
+    assert statuses(bench.wait(job, LoadDone)) == [OK]
+    disk.gates["get"].open()
+    for each in hung:
+        bench.ended(each)
+    assert len(bench.transfer.staging._slots) == 3
+
+
 def test_no_staging_slot_in_time(bench):
     """A load that finds no staging slot until its deadline says so."""
     bench.transfer.staging.take(0.0)
