@@ -86,6 +86,12 @@ class Config:
         """Return one rank's part of a size setting."""
         return size_bytes if self.size_scope == "per_rank" else size_bytes // max(1, n_ranks)
 
+    def arena_bytes(self, n_ranks: int) -> int:
+        """Return the host memory that all ranks allocate: staging is cut out of `ram`."""
+        if self.ram_bytes:
+            return self.per_rank(self.ram_bytes, n_ranks) * n_ranks
+        return 2 * self.staging_bytes * n_ranks
+
     def key_ring(self) -> KeyRing | None:
         """Read the encryption keys, where any are set.
 
@@ -275,11 +281,7 @@ def _check_folder(name: str, path: str | None) -> None:
 
 def _check_memory(config: Config, n_ranks: int) -> None:
     """Refuse an arena larger than this process may use, before anything is allocated."""
-    per_engine = n_ranks if config.size_scope == "per_rank" else 1
-    if config.ram_bytes:
-        check_memory(config.ram_bytes * per_engine, "ram")
-    else:
-        check_memory(2 * config.staging_bytes * n_ranks, "staging")
+    check_memory(config.arena_bytes(n_ranks), "ram" if config.ram_bytes else "staging")
 
 
 assert {f.name for f in fields(Config)} == {s.field for s in SETTINGS}  # the table is complete

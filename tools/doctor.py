@@ -107,10 +107,9 @@ def examine(
 
 def tiers(config: Config, n_ranks: int) -> Iterator[Finding]:
     """Yield what is found of the tiers of a checked configuration."""
-    staging_bytes = 2 * config.staging_bytes * n_ranks
-    ram_bytes = config.per_rank(config.ram_bytes, n_ranks) * n_ranks
-    yield memory(ram_bytes + staging_bytes)
-    yield pinning(ram_bytes + staging_bytes)
+    arena_bytes = config.arena_bytes(n_ranks)
+    yield memory(arena_bytes)
+    yield pinning(arena_bytes)
     if config.disk is not None:
         yield from disk(config.disk, config.disk_capacity_bytes or 0)
     else:

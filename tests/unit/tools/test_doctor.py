@@ -7,6 +7,8 @@ import os
 
 import pytest
 
+from kvtier.connector import config
+from kvtier.storage import memory_limit
 from kvtier.tools import doctor, doctor_engine
 from kvtier.tools.redis_server import RedisServer
 
@@ -42,6 +44,36 @@ def test_a_sound_set_up_has_no_problem(tmp_path):
     code, out, _ = kvtier("doctor", config)
     assert code == 0
     assert "an engine would start with it" in out
+
+
+@pytest.mark.parametrize("tiers", [{}, {"disk": True}])
+def test_staging_is_counted_once(monkeypatch, tmp_path, tiers):
+    """It is cut out of `ram`; only without `ram` does it take memory of its own, for each rank."""
+    seen = []
+    monkeypatch.setattr(doctor, "memory", lambda n: seen.append(n) or doctor.ok("memory", ""))
+    monkeypatch.setattr(doctor, "pinning", lambda n: seen.append(n) or doctor.ok("pinning", ""))
+    disk = {"disk": str(tmp_path), "disk_capacity": "64MiB"} if tiers else {}
+
+    def taken(n_ranks, **settings):
+        seen.clear()
+        list(doctor.tiers(config.load({**disk, **settings}, n_ranks=n_ranks), n_ranks))
+        assert len(seen) == 2
+        return set(seen)
+
+    assert taken(1, ram="16MiB", staging="4MiB") == {16 << 20}
+    assert taken(2, ram="16MiB", staging="4MiB") == {16 << 20}
+    assert taken(2, ram="16MiB", size_scope="per_rank") == {32 << 20}
+    if tiers:
+        assert taken(2, staging="4MiB") == {16 << 20}
+
+
+def test_a_limit_that_config_accepts_is_no_problem_of_memory(monkeypatch):
+    """RAM tiers up to the limit: `configuration` and `memory` say the same."""
+    monkeypatch.setattr(memory_limit, "memory_limit_bytes", lambda: 64 << 20)
+    for ram, level in (("64MiB", doctor.Level.HINT), ("65MiB", None)):
+        found = by_name(doctor.examine({"ram": ram}, {}))
+        assert (found["configuration"].level is doctor.Level.OK) == (level is not None)
+        assert (found["memory"].level if "memory" in found else None) is level
 
 
 def test_what_will_not_work_is_a_finding(tmp_path):
