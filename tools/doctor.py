@@ -165,7 +165,7 @@ def pinning(asked_bytes: int) -> Finding:
 
 def disk(path: str, capacity_bytes: int) -> Iterator[Finding]:
     """Look at the disk tier's folder: writable, O_DIRECT, room, what lies there."""
-    folder = os.path.abspath(os.path.expanduser(path))
+    wanted = folder = os.path.abspath(os.path.expanduser(path))
     while not os.path.isdir(folder):
         folder = os.path.dirname(folder)
     try:
@@ -179,7 +179,7 @@ def disk(path: str, capacity_bytes: int) -> Iterator[Finding]:
         return
     try:
         os.write(fd, bytes(_ALIGN_BYTES))
-        yield ok("disk", f"{folder} can be written to")
+        yield _written(wanted, folder)
         yield _direct(probe)
         yield _links(probe)
     finally:
@@ -200,6 +200,17 @@ def disk(path: str, capacity_bytes: int) -> Iterator[Finding]:
             f"{folder} lies in memory (tmpfs)",
             "it takes memory and is gone with a reboot: name a folder on a disk",
         )
+
+
+def _written(wanted: str, folder: str) -> Finding:
+    if wanted == folder:
+        return ok("disk", f"{folder} can be written to")
+    return hint(
+        "disk",
+        f"{wanted} does not exist: it would be made in {folder}, on the file system of "
+        f"{_mount(folder)[0]}",
+        "is the disk mounted? If that is the one you mean, nothing is to be done",
+    )
 
 
 def _direct(probe: str) -> Finding:
@@ -250,7 +261,12 @@ def _room(folder: str, path: str, capacity_bytes: int) -> Finding:
 
 def _file_system(folder: str) -> str:
     """Return the kind of file system that a folder lies on, as the kernel names it."""
-    best = ("", "unknown")
+    return _mount(folder)[1]
+
+
+def _mount(folder: str) -> tuple[str, str]:
+    """Return where the file system of a folder is mounted, and its kind."""
+    best = ("/", "unknown")
     real = os.path.realpath(folder)
     try:
         with open("/proc/self/mounts", encoding="utf-8", errors="replace") as file:
@@ -260,8 +276,8 @@ def _file_system(folder: str) -> str:
                 if inside and len(where) >= len(best[0]):
                     best = (where, kind)
     except (OSError, ValueError):
-        return "unknown"
-    return best[1]
+        return "/", "unknown"
+    return best
 
 
 def installed(package: str) -> str | None:

@@ -76,6 +76,27 @@ def test_a_limit_that_config_accepts_is_no_problem_of_memory(monkeypatch):
         assert (found["memory"].level if "memory" in found else None) is level
 
 
+def test_a_folder_that_does_not_exist_is_a_hint(tmp_path):
+    """A disk that is not mounted must not pass for room on the file system below it."""
+    there = by_name(doctor.disk(str(tmp_path), 1 << 20))
+    assert there["disk"].level is doctor.Level.OK
+    made = by_name(doctor.disk(str(tmp_path / "not" / "there"), 1 << 20))
+    assert made["disk"].level is doctor.Level.HINT
+    assert f"{tmp_path}/not/there does not exist" in made["disk"].text
+    mount = doctor._mount(str(tmp_path))[0]
+    assert f"would be made in {tmp_path}, on the file system of {mount}" in made["disk"].text
+    assert "mounted" in made["disk"].todo
+    assert made["room"].level is doctor.Level.OK
+    assert os.listdir(tmp_path) == []
+
+
+def test_the_mount_is_that_of_the_folder():
+    """The longest mount point above it, and what kind of file system that is."""
+    assert doctor._mount("/proc/self")[0] == "/proc"
+    assert doctor._file_system("/proc/self") == "proc"
+    assert doctor._mount("/")[0] == "/"
+
+
 def test_what_will_not_work_is_a_finding(tmp_path):
     """A wrong setting, a disk too small: exit 3, and what to change."""
     code, found, _, _ = found_by(json.dumps({"rom": "1GiB"}))
