@@ -104,12 +104,15 @@ class Capacity:
         limit_bytes: most that it can hold.
         free_bytes: left.
         note: in words.
+        store_limit_bytes: of a folder, the `disk_capacity` of the engine that started there last;
+            None where nobody has said one.
     """
 
     used_bytes: int | None
     limit_bytes: int | None
     free_bytes: int | None
     note: str | None
+    store_limit_bytes: int | None = None
 
     def as_dict(self) -> dict[str, Any]:
         """Return the fields for ``--json``."""
@@ -118,6 +121,7 @@ class Capacity:
             "limit_bytes": self.limit_bytes,
             "free_bytes": self.free_bytes,
             "note": self.note,
+            "store_limit_bytes": self.store_limit_bytes,
         }
 
 

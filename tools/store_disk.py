@@ -126,14 +126,18 @@ class DiskStore(Store):
         return read_stored(record.place, record.source)
 
     def capacity(self) -> Capacity:
-        """Ask the file system."""
+        """Ask the file system, and what the last engine to start was given."""
+        from ..storage.disk_place import read_capacity
+
         root = self.root
         while not os.path.isdir(root):
             root = os.path.dirname(root)
         disk = os.statvfs(root)
         limit_bytes, free_bytes = disk.f_blocks * disk.f_frsize, disk.f_bavail * disk.f_frsize
         used_bytes = limit_bytes - disk.f_bfree * disk.f_frsize
-        return Capacity(used_bytes, limit_bytes, free_bytes, "the whole file system")
+        return Capacity(
+            used_bytes, limit_bytes, free_bytes, "the whole file system", read_capacity(self.root)
+        )
 
     def quarantined(self) -> tuple[int, int]:
         """Look into the quarantine folder."""

@@ -19,14 +19,20 @@ def print_summary(summary: dict[str, Any], *, fields: bool) -> None:
     """Print what ``stat`` found."""
     capacity = summary["capacity"]
     about = "" if summary["exact"] else "about "
+    free, limit = capacity["free_bytes"], capacity["limit_bytes"]
+    own_limit = capacity["store_limit_bytes"]
+    room = (
+        f" of {size(own_limit)} (disk_capacity); {size(free)} free on the file system"
+        if own_limit is not None
+        else ""
+    )
     print(
         f"{summary['store']}: {summary['records']:,} records, {about}"
-        f"{size(summary['stored_bytes'])}"
+        f"{size(summary['stored_bytes'])}{room}"
     )
-    free, limit = capacity["free_bytes"], capacity["limit_bytes"]
-    if free is not None:
+    if free is not None and not room:
         print(f"free: {size(free)} of {size(limit)} ({capacity['note']})")
-    elif capacity["used_bytes"] is not None:
+    elif free is None and capacity["used_bytes"] is not None:
         print(f"in use: {size(capacity['used_bytes'])}, no limit ({capacity['note']})")
     for part in ("quarantine", "unfinished"):
         if summary[part]["files"]:

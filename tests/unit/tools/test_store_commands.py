@@ -11,6 +11,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from unittest.mock import ANY
 
 import pytest
 
@@ -112,6 +113,29 @@ def test_stat_sums_up_each_namespace(store):
     assert code == 0
     assert "tiny" in out
     assert "512" in out
+
+
+def test_stat_tells_how_much_the_store_may_take(store):
+    """A folder's `disk_capacity` beside what it holds, or the server's limit; both in --json."""
+    code, out, _ = kvtier("stat", store.target, "--json")
+    room = json.loads(out)["capacity"]
+    first = kvtier("stat", store.target)[1].splitlines()[0]
+    assert code == 0
+    if store.kind == "redis":
+        assert room["store_limit_bytes"] is None
+        assert "disk_capacity" not in first
+        return
+    assert room["store_limit_bytes"] == 1 << 30
+    assert " of 1.0 GiB (disk_capacity); " in first
+    assert first.endswith(" free on the file system")
+    os.unlink(f"{store.target}/.kvtier/capacity")
+    assert json.loads(kvtier("stat", store.target, "--json")[1])["capacity"] == {
+        **room, "store_limit_bytes": None, "free_bytes": ANY, "used_bytes": ANY,
+    }  # fmt: skip
+    first, second = kvtier("stat", store.target)[1].splitlines()[:2]
+    assert "disk_capacity" not in first
+    assert second.startswith("free: ")
+    assert second.endswith("(the whole file system)")
 
 
 def test_stat_measures_compression(empty):
