@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from .store_base import Record, Space, Store
 
 MAX_PROMPT_BYTES = 256 << 20
+TOKEN_FIELDS = ("prompt_token_ids", "prompt", "tokens")  # "tokens" is of vLLM's /tokenize
 MAX_RANKS = 4096  # more is no engine's description
 
 
@@ -90,10 +91,12 @@ class Chain:
 
 
 def read_prompt(source: str, text: str) -> list[int]:
-    """Return the token ids in a JSON list, a JSON object's ``prompt_token_ids``, or plain numbers.
+    """Return the token ids in a JSON list, a field of a JSON object, or plain numbers.
+
+    The fields are those of vLLM's requests and of what its ``/tokenize`` answers.
 
     Raises:
-        CommandError: neither.
+        CommandError: none of these.
     """
     try:
         value = json.loads(text)
@@ -101,12 +104,13 @@ def read_prompt(source: str, text: str) -> list[int]:
         words = re.findall(r"\d+", text) if _plain(text) else []
         value = [int(word) for word in words] if max(map(len, words), default=99) < 20 else None
     if isinstance(value, dict):
-        value = value.get("prompt_token_ids", value.get("prompt"))
+        value = next((value[name] for name in TOKEN_FIELDS if name in value), None)
     if isinstance(value, int):
         value = [value]
     if not isinstance(value, list) or not all(type(token) is int for token in value):
         raise CommandError(
-            f"{source}: no token ids; give a JSON list of numbers, or numbers between spaces",
+            f"{source}: no token ids; give a JSON list of numbers, what vLLM's /tokenize answers, "
+            "or numbers between spaces",
             ExitCode.USAGE,
         )
     return value

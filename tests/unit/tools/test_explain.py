@@ -271,10 +271,20 @@ def test_a_salt_or_a_tenant_makes_other_keys(store, prompt):
 
 @pytest.mark.parametrize(
     ("text", "code"),
-    [("1 2 3", 0), ("1, 2,\n3", 0), ("[1, 2]", 0), ("hello", 2), ("[1, 2.5]", 2), ('{"a": 1}', 2)],
+    [
+        ("1 2 3", 0),
+        ("1, 2,\n3", 0),
+        ("[1, 2]", 0),
+        ('{"prompt": [1, 2]}', 0),
+        ('{"count": 2, "max_model_len": 2048, "tokens": [1, 2], "token_strs": null}', 0),
+        ("hello", 2),
+        ("[1, 2.5]", 2),
+        ('{"a": 1}', 2),
+        ('{"prompt": "some words"}', 2),
+    ],
 )
 def test_token_ids_are_read_in_any_plain_form(tmp_path, text, code):
-    """JSON list, object, or numbers; anything else is wrong use in one line."""
+    """JSON list, object, vLLM's /tokenize, or numbers; anything else is wrong use in one line."""
     store, path = Folder(tmp_path / "store"), tmp_path / "tokens"
     (tmp_path / "store").mkdir()
     path.write_text(text)
