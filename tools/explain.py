@@ -255,14 +255,17 @@ def explain(
         check: read the payloads that a hit would use, and check them.
     """
     chains, out = [], []
+    broken = {description.namespace for description in store.broken_descriptions()}
     for space in store.described():
         if namespace not in {None, space.namespace}:
             continue
         try:
             chain = chain_of(space, prompt)
         except KVTierError as error:
-            out.append({"namespace": space.name, "hit_tokens": None, "reason": "unknown",
-                        "detail": str(error)})  # fmt: skip
+            reason = "damaged" if space.namespace in broken else "unknown"
+            detail = str(error).removeprefix(f"{space.name}: ")
+            out.append({"namespace": space.name, "hit_tokens": None, "reason": reason,
+                        "detail": detail})  # fmt: skip
             continue
         look_up(store, chain)
         chains.append(chain)
@@ -304,16 +307,16 @@ def _verdict(
     return verdict
 
 
-def _damaged(store: Store, chain: Chain, hit: int) -> list[tuple[int, str]]:
-    """Check the payloads that a hit would read; return (end, what is wrong)."""
-    bad = []
+def _damaged(store: Store, chain: Chain, hit: int) -> list[tuple[int, str | None]]:
+    """Check the payloads that a hit would read; return (end, what is wrong; None: it is gone)."""
+    bad: list[tuple[int, str | None]] = []
     for (end, _group, _rank), record in sorted(chain.found.items()):
         if end > hit:
             continue
         try:
             checked = store.check(record)
         except RecordMissing:
-            bad.append((end, "evicted just now"))
+            bad.append((end, None))
             continue
         if not checked.ok:
             bad.append((end, f"{key_name(record.key)} of rank {record.rank}: {checked.detail}"))

@@ -14,14 +14,17 @@ RECURRENT = "recurrent"
 
 
 def reason_of(
-    store: Store, chain: Chain, prompt: Prompt, hit: int, bad: list[tuple[int, str]]
+    store: Store, chain: Chain, prompt: Prompt, hit: int, bad: list[tuple[int, str | None]]
 ) -> tuple[str, str]:
     """Return the best reason that the store shows for a hit that ends at ``hit``."""
     usable = max(0, prompt.n_tokens - 1) // chain.block_tokens * chain.block_tokens
     if not chain.hashes:
         return "prompt_short", f"no whole block of {chain.block_tokens} tokens"
     if bad:
-        return "damaged", bad[0][1] + "; `kvtier verify --fix` moves it out of the way"
+        end, wrong = bad[0]
+        if wrong is None:
+            return "evicted", f"what ended at token {end} was there: evicted or deleted just now"
+        return "damaged", f"{wrong}; `kvtier verify --fix` takes it out of use"
     if hit >= usable:
         return "none", "everything that can be restored is there"
     following = min(hit // chain.chunk_tokens * chain.chunk_tokens + chain.chunk_tokens, usable)

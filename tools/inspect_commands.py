@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
-from typing import Annotated, Any, Optional
+from typing import TYPE_CHECKING, Annotated, Any, Optional
 
 import typer
 
@@ -12,6 +12,9 @@ from .exit_codes import EXIT_CODES_HELP, ExitCode
 from .prompt_choice import CacheSalt, Recording, RequestId, Tenant, Tokens
 from .reporting import CommandError, finish, print_json, reported, table
 from .store_commands import Json, Namespace, StoreName
+
+if TYPE_CHECKING:
+    from .explain import Prompt
 
 CLEAR = "\x1b[H\x1b[2J"
 
@@ -118,7 +121,13 @@ def explain(
                 "namespaces": verdicts,
             }
         )
-        return
+    else:
+        _print_explanation(name, asked, verdicts)
+    if any(verdict["reason"] == "damaged" for verdict in verdicts):
+        finish(ExitCode.FINDINGS)
+
+
+def _print_explanation(name: str, asked: Prompt, verdicts: list[dict[str, Any]]) -> None:
     if asked.recorded is not None:
         _print_request(asked.recorded.as_dict())
     if not verdicts:

@@ -156,6 +156,11 @@ def size(n_bytes: float) -> str:
     raise AssertionError
 
 
+def count(n: int, singular: str, plural: str | None = None) -> str:
+    """Return so many of a thing: ``1 record``, ``2,000 records``."""
+    return f"{n:,} {singular if n == 1 else plural or singular + 's'}"
+
+
 def age(since_s: float, now_s: float | None = None) -> str:
     """Return how long ago a Unix time was."""
     seconds = max(0.0, (time.time() if now_s is None else now_s) - since_s)

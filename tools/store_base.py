@@ -96,6 +96,25 @@ class Loose:
 
 
 @dataclass(frozen=True, slots=True)
+class Broken:
+    """A namespace's description that cannot be read; its records are as good as ever.
+
+    Attributes:
+        namespace: 16 bytes.
+        place: path, or name in Redis.
+        problem: why it cannot be read.
+    """
+
+    namespace: bytes
+    place: str
+    problem: str
+
+    def as_dict(self) -> dict[str, str]:
+        """Return the fields for ``--json``."""
+        return {"namespace": self.namespace.hex(), "path": self.place, "problem": self.problem}
+
+
+@dataclass(frozen=True, slots=True)
 class Capacity:
     """Room in a store; None where it does not say.
 
@@ -145,10 +164,14 @@ class Store(ABC):
     Attributes:
         name: how messages and ``--json`` call it: without secrets.
         kind: ``disk`` or ``redis``.
+        to_fix: in words, what `quarantine` of damaged records comes to here.
+        fixed: the same where it is done.
     """
 
     name: str
     kind: str
+    to_fix = "move them out of the way"
+    fixed = "quarantined"
 
     def is_same(self, other: Store) -> bool:
         """Whether both are one and the same store."""
@@ -227,6 +250,18 @@ class Store(ABC):
     @abstractmethod
     def writer(self, space: Space, rank: int) -> AbstractContextManager[Writer]:
         """Open one namespace and rank for records of another store."""
+
+    @abstractmethod
+    def broken_descriptions(self) -> list[Broken]:
+        """Return the descriptions that cannot be read, of namespaces that have records."""
+
+    @abstractmethod
+    def drop_description(self, broken: Broken) -> bool:
+        """Take a broken description away, so that an engine writes it anew; False: it is gone.
+
+        Raises:
+            OSError, TierUnavailable: it is still there.
+        """
 
     @abstractmethod
     def sweep(self, loose: list[Loose]) -> int:
@@ -321,6 +356,10 @@ class Store(ABC):
             )
         name = start if start in names else names.pop()
         return [found[order] for order in sorted(found) if found[order].name == name]
+
+    def has_records(self, namespace: bytes) -> bool:
+        """Whether a namespace has any record."""
+        return next(self.count(namespace), None) is not None
 
     def change(
         self,

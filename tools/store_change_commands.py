@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import sys
 from typing import TYPE_CHECKING, Annotated, Any, Optional
 
@@ -307,4 +308,4 @@ def _print_copying(old: Store, new: Store, result: Any, *, dry_run: bool, as_jso
         f"{'' if result.complete else '; not all'}"
     )
     if result.n_damaged:
-        print(f"to move damaged ones out of the way: kvtier verify --fix {old.name}")
+        print(f"to {old.to_fix}: kvtier verify --fix {shlex.quote(old.name)}")

@@ -200,7 +200,10 @@ def verify(
     store: StoreName,
     fix: Annotated[
         bool,
-        typer.Option("--fix", help="Quarantine damaged records, remove what belongs to none."),
+        typer.Option(
+            "--fix",
+            help="Quarantine (in Redis: delete) what is damaged, remove what belongs to no record.",
+        ),
     ] = False,
     max_seconds: Annotated[
         Optional[float],  # noqa: UP045
@@ -232,10 +235,10 @@ def verify(
         if as_json:
             print_json(result.as_dict(opened))
         else:
-            print_verification(opened, result)
+            print_verification(opened, result, namespace)
     if interrupted:
         finish(ExitCode.INTERRUPTED)
-    if result.n_damaged > result.quarantined:
+    if result.n_left:
         finish(ExitCode.FINDINGS)
 
 
@@ -253,6 +256,9 @@ def _check(
     from . import store_verify as checks
 
     result.stale = checks.stale_spaces(opened, opened.described())
+    result.descriptions = [
+        broken for broken in opened.broken_descriptions() if chosen in {None, broken.namespace}
+    ]
     if resume and sample is None and not state.load(opened, result):
         note("nothing to go on from: starting at the beginning")
     progress = Progress()

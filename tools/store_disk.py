@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..storage.disk_layout import (
     CONTROL,
+    NAMESPACE_FILE,
     QUARANTINE,
     TOKEN_AGE_S,
     WITHOUT_CAP_BYTES,
@@ -17,13 +18,14 @@ from ..storage.disk_layout import (
     iter_record_files,
     iter_tmp_files,
     list_namespaces,
+    make_folders,
     rank_folder,
     record_path,
 )
 from ..storage.errors import KVTierError
 from .exit_codes import ExitCode
 from .reporting import CommandError
-from .store_base import Capacity, Loose, Record, Space, Store, Writer
+from .store_base import Broken, Capacity, Loose, Record, Space, Store, Writer
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -200,6 +202,25 @@ class DiskStore(Store):
             yield _DiskWriter(tier, form, clock)
         finally:
             tier.close()
+
+    def broken_descriptions(self) -> list[Broken]:
+        """Look at each namespace's file; see `Store.broken_descriptions`."""
+        return [
+            Broken(info.namespace, path, info.problem)
+            for info in (list_namespaces(self.root) if os.path.isdir(self.root) else [])
+            if info.problem
+            and os.path.lexists(path := f"{info.path}/{NAMESPACE_FILE}")
+            and self.has_records(info.namespace)
+        ]
+
+    def drop_description(self, broken: Broken) -> bool:
+        """Move the file among what is kept to be looked at; see `Store.drop_description`."""
+        name = f"{broken.namespace.hex()}-{NAMESPACE_FILE}.{os.getpid()}"
+        make_folders(f"{self.root}/{QUARANTINE}")
+        with contextlib.suppress(FileNotFoundError):
+            os.rename(broken.place, f"{self.root}/{QUARANTINE}/{name}")
+            return True
+        return False
 
     def sweep(self, loose: list[Loose]) -> int:
         """Unlink; see `Store.sweep`."""

@@ -20,7 +20,7 @@ from ..storage.redis_store import RedisStore, Shard
 from ..storage.redis_url import RedisSettings, parse_redis_url
 from .exit_codes import ExitCode
 from .reporting import CommandError
-from .store_base import Capacity, Loose, Record, Space, Store, Writer
+from .store_base import Broken, Capacity, Loose, Record, Space, Store, Writer
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from ..storage.redis import RedisTier
     from ..storage.redis_scan import FoundHead
 
+_NOT_OURS = "its description is not what kvtier writes"
 _TIMEOUT_S = 5.0  # a person waits longer than an engine does
 
 
@@ -38,6 +39,8 @@ class RedisServerStore(Store):
     """One prefix of a server, a cluster, or what a Sentinel watches."""
 
     kind = "redis"
+    to_fix = "delete them"
+    fixed = "deleted"
 
     def __init__(self, url: str) -> None:
         """Connect.
@@ -65,9 +68,7 @@ class RedisServerStore(Store):
     def described(self) -> list[Space]:
         """Return the namespaces in words; see `Store.described`."""
         return [
-            Space(namespace, text)
-            if isinstance(text, dict)
-            else Space(namespace, None, "its description is not what kvtier writes")
+            Space(namespace, text) if isinstance(text, dict) else Space(namespace, None, _NOT_OURS)
             for namespace, text in sorted(self._store.namespaces().items())
         ]
 
@@ -214,6 +215,21 @@ class RedisServerStore(Store):
             yield _RedisWriter(tier, form)
         finally:
             tier.close()
+
+    def broken_descriptions(self) -> list[Broken]:
+        """Look at each namespace's words; see `Store.broken_descriptions`."""
+        return [
+            Broken(namespace, self._description_name(namespace), _NOT_OURS)
+            for namespace, text in sorted(self._store.namespaces().items())
+            if not isinstance(text, dict) and self.has_records(namespace)
+        ]
+
+    def drop_description(self, broken: Broken) -> bool:
+        """Delete the words; see `Store.drop_description`."""
+        return self._store.unlink([self._description_name(broken.namespace).encode()]) > 0
+
+    def _description_name(self, namespace: bytes) -> str:
+        return Names(self._settings.prefix, namespace, 0).description.decode()
 
     def sweep(self, loose: list[Loose]) -> int:
         """Delete stripes; see `Store.sweep`."""

@@ -20,7 +20,7 @@ from .reporting import CommandError
 
 if TYPE_CHECKING:
     from ..storage.tier import Tier
-    from .store_base import Loose, Record, Space, Store
+    from .store_base import Broken, Loose, Record, Space, Store
 
 STATE_FORMAT = 1
 _SAVE_EVERY_S = 10.0
@@ -72,6 +72,7 @@ class Verification:
         after: the last record that was checked.
         complete: the end was reached.
         stale: by namespace, those that are.
+        descriptions: of namespaces, those that cannot be read.
         old_format: records of a format that this build does not read, by namespace.
     """
 
@@ -86,13 +87,25 @@ class Verification:
     more_damaged: int = 0
     orphaned: list[Loose] = field(default_factory=list)
     stale: dict[str, Stale] = field(default_factory=dict)
+    descriptions: list[Broken] = field(default_factory=list)
     quarantined: int = 0
     swept: int = 0
+    dropped_descriptions: int = 0
 
     @property
     def n_damaged(self) -> int:
         """How many records are damaged."""
         return len(self.damaged) + self.more_damaged
+
+    @property
+    def n_left(self) -> int:
+        """How much that is a finding is as it was: damaged records and broken descriptions."""
+        return self.n_damaged - self.quarantined + self.n_broken
+
+    @property
+    def n_broken(self) -> int:
+        """How many descriptions are still there and cannot be read."""
+        return len(self.descriptions) - self.dropped_descriptions
 
     def as_dict(self, store: Store) -> dict[str, Any]:
         """Return the fields for ``--json``."""
@@ -111,8 +124,10 @@ class Verification:
                 for item in self.orphaned
             ],
             "stale": [stale.as_dict() for stale in self.stale.values() if stale.records],
+            "descriptions": [broken.as_dict() for broken in self.descriptions],
             "quarantined": self.quarantined,
             "swept": self.swept,
+            "dropped_descriptions": self.dropped_descriptions,
         }
 
 
@@ -215,6 +230,8 @@ def sampled(records: Iterator[Record], size: str, seed: int) -> Iterator[Record]
 def repair(store: Store, result: Verification) -> None:
     """Quarantine what was found damaged, as an engine would, and sweep what is orphaned.
 
+    Broken descriptions go, too: an engine writes one only where there is none.
+
     What an engine has meanwhile saved anew, or taken away, is no damage any more.
 
     Raises:
@@ -230,6 +247,10 @@ def repair(store: Store, result: Verification) -> None:
     for _ in store.change(_records_of(store, result.damaged), quarantine):
         result.quarantined += 1
     result.swept = store.sweep(result.orphaned)
+    broken_still = store.broken_descriptions()
+    result.descriptions = [broken for broken in result.descriptions if broken in broken_still]
+    for broken in result.descriptions:
+        result.dropped_descriptions += store.drop_description(broken)
 
 
 def still_damaged(store: Store, damaged: Iterable[Damage]) -> list[Damage]:

@@ -6,7 +6,7 @@ import json
 import shlex
 from typing import TYPE_CHECKING, Any
 
-from .reporting import age, size, table
+from .reporting import age, count, size, table
 
 if TYPE_CHECKING:
     from .store_base import Store
@@ -119,28 +119,53 @@ def _plain(value: Any) -> str:
     return ", ".join(value) or "-" if isinstance(value, list) else str(value)
 
 
-def print_verification(store: Store, result: Verification) -> None:
-    """Print what ``verify`` found, and what to do about it."""
-    name = shlex.quote(store.name)
+def print_verification(store: Store, result: Verification, namespace: str | None) -> None:
+    """Print what ``verify`` found, of one ``namespace`` or of all, and what to do about it."""
     for damage in result.damaged:
         print(f"damaged   {damage.place}  {damage.detail}")
     for item in result.orphaned:
         print(f"orphaned  {item.place}  {item.what}")
-    stale = [part for part in result.stale.values() if part.records]
-    for part in stale:
-        print(f"stale     {part.records:,} records of namespace {part.namespace}: {part.why}")
-    fixed = f", {result.quarantined} quarantined" if result.n_damaged else ""
+    n_stale = 0
+    for part in result.stale.values():
+        n_stale += part.records
+        if part.records:
+            records = count(part.records, "record")
+            print(f"stale     {records} of namespace {part.namespace}: {part.why}")
+    for broken in result.descriptions:
+        print(f"broken    {broken.place}  {broken.problem}")
+    fixed = f", {result.quarantined} {store.fixed}" if result.n_damaged else ""
     print(
-        f"{result.records:,} records checked{' (a sample)' if result.sampled else ''}, "
+        f"{count(result.records, 'record')} checked{' (a sample)' if result.sampled else ''}, "
         f"{size(result.bytes_read)} read, {result.n_damaged} damaged{fixed}, "
         f"{len(result.orphaned)} orphaned"
-        f"{f' ({result.swept} removed)' if result.swept else ''}, "
-        f"{sum(part.records for part in stale)} stale"
+        f"{f' ({result.swept} removed)' if result.swept else ''}, {n_stale} stale"
         f"{'' if result.complete else '; not all of the store'}"
     )
-    if result.n_damaged > result.quarantined or len(result.orphaned) > result.swept:
-        print(f"to move them out of the way: kvtier verify --fix {name}")
+    name = shlex.quote(store.name)
+    if namespace is not None:
+        name += f" --namespace {shlex.quote(namespace)}"
+    _print_what_to_do(store, result, name, stale=n_stale > 0)
+
+
+def _print_what_to_do(store: Store, result: Verification, name: str, *, stale: bool) -> None:
+    if result.n_broken:
+        print(
+            f"{count(result.n_broken, 'namespace')} with a description that cannot be read: "
+            "engines use the records as ever, but `stat`, `explain` and `pin` "
+            "cannot tell what they are of"
+        )
+    if result.dropped_descriptions:
+        print(
+            f"{count(result.dropped_descriptions, 'description')} {store.fixed}: "
+            "the next engine to save there writes it anew"
+        )
+    if result.n_left or len(result.orphaned) > result.swept:
+        print(f"to {store.to_fix}: kvtier verify --fix {name}")
     if stale:
         print(f"to delete what is stale: kvtier prune {name} --stale")
-    if not result.complete and not result.sampled:
+    if result.complete or result.sampled:
+        return
+    if result.after is None:
+        print("nothing was read: give it more time")
+    else:
         print(f"to go on from here: kvtier verify --resume {name}")

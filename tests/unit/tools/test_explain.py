@@ -7,6 +7,7 @@ import json
 import pickle
 import random
 import time
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -16,10 +17,13 @@ from kvtier.connector.lookup import MissReason
 from kvtier.connector.plan import NamespaceInfo
 from kvtier.connector.recorder import Recorder
 from kvtier.connector.request_options import RequestOptions
+from kvtier.storage.errors import RecordMissing
 from kvtier.storage.key import chunk_key, key_name
 from kvtier.storage.tier import RecordSpec
 from kvtier.tools.recorded import find_request
 from kvtier.tools.redis_server import RedisServer
+from kvtier.tools.store_disk import DiskStore
+from kvtier.tools.store_redis import RedisServerStore
 
 from .stores import NAMESPACES, Folder, Server, golden, here, kvtier
 
@@ -104,12 +108,12 @@ def save(
     return hashes
 
 
-def asked(store, path, *more):
-    code, out, err = kvtier("explain", store.target, path, "--json", *more)
-    assert code == 0, err
+def asked(store, path, *more, code=0):
+    found, out, err = kvtier("explain", store.target, path, "--json", *more)
+    assert found == code, err
     data = json.loads(out)
     text = kvtier("explain", store.target, path, *more)
-    assert text[0] == 0
+    assert text[0] == code
     return data
 
 
@@ -183,7 +187,7 @@ def test_a_damaged_chunk_ends_the_hit(store, prompt):
     hashes = save(store, tokens, [64, 128, 192])
     name = key_name(chunk_key(hashes[128], 0))
     if store.kind == "disk":
-        (file,) = __import__("pathlib").Path(store.target).rglob(f"{name}.kvt")
+        (file,) = Path(store.target).rglob(f"{name}.kvt")
         content = bytearray(file.read_bytes())
         content[4100] ^= 1
         file.write_bytes(content)
@@ -193,7 +197,7 @@ def test_a_damaged_chunk_ends_the_hit(store, prompt):
             value = bytearray(client.get(key))
             value[-1] ^= 1
             client.set(key, bytes(value))
-    (found,) = asked(store, path)["namespaces"]
+    (found,) = asked(store, path, code=3)["namespaces"]
     assert (found["hit_tokens"], found["reason"]) == (64, "damaged")
     assert name in found["detail"]
     (found,) = asked(store, path, "--no-check")["namespaces"]
@@ -202,6 +206,36 @@ def test_a_damaged_chunk_ends_the_hit(store, prompt):
         assert kvtier("verify", store.target, "--fix")[0] == 0
         (found,) = asked(store, path)["namespaces"]
         assert (found["hit_tokens"], found["reason"]) == (64, "quarantined")
+
+
+def test_a_description_that_cannot_be_read_is_a_finding(store, prompt):
+    """Exit 3, and the namespace is named once."""
+    path, tokens = prompt
+    save(store, tokens, [64])
+    if store.kind == "disk":
+        Path(store.target, NAMESPACES[0].hex(), "namespace.json").write_text("{nothing")
+    else:
+        with store.server.client() as client:
+            client.set(f"kvtier:ns:{NAMESPACES[0].hex()}", "{nothing")
+    (found,) = asked(store, path, code=3)["namespaces"]
+    assert (found["hit_tokens"], found["reason"]) == (None, "damaged")
+    code, out, _ = here("explain", store.target, path)
+    assert (code, out.count(NAMESPACES[0].hex())) == (3, 1)
+
+
+def test_a_chunk_that_goes_while_it_is_read_is_no_damage(store, prompt, monkeypatch):
+    """A record that an engine evicts between the look and the read: evicted, exit 0."""
+    path, tokens = prompt
+    save(store, tokens, [64, 128])
+
+    def check(self, record):
+        raise RecordMissing("gone")
+
+    kind = DiskStore if store.kind == "disk" else RedisServerStore
+    monkeypatch.setattr(kind, "check", check)
+    code, out, _ = here("explain", store.target, path, "--json")
+    (found,) = json.loads(out)["namespaces"]
+    assert (code, found["hit_tokens"], found["reason"]) == (0, 0, "evicted")
 
 
 def test_another_namespace_and_the_field_that_differs(store, prompt):

@@ -18,6 +18,7 @@ import pytest
 from kvtier.storage.disk_layout import pack_namespace
 from kvtier.storage.key import key_name
 from kvtier.storage.redis_url import parse_redis_url
+from kvtier.tools import store_verify
 from kvtier.tools.redis_server import RedisServer
 
 from .stores import NAMESPACES, RAW_BYTES, Folder, Server, golden, here, key, kvtier, put, words
@@ -225,7 +226,8 @@ def test_verify_finds_damage_and_fix_removes_just_that(store):
     code, out, _ = kvtier("verify", store.target)
     assert code == 3
     assert bad in out
-    assert "kvtier verify --fix" in out
+    words = "move them out of the way" if store.kind == "disk" else "delete them"
+    assert f"to {words}: kvtier verify --fix" in out
     assert len(store.content()) == 8
     code, out, _ = kvtier("verify", store.target, "--fix", "--json")
     data = json.loads(out)
@@ -242,14 +244,81 @@ def test_verify_finds_damage_and_fix_removes_just_that(store):
         assert json.loads(kvtier("stat", store.target, "--json")[1])["quarantine"]["files"] == 1
 
 
+def test_fix_says_what_it_did(store):
+    """On disk a damaged record is kept to be looked at; a server's is deleted."""
+    store.damage(1, rank=1)
+    code, out, _ = here("verify", store.target, "--fix")
+    assert code == 0
+    assert f"1 damaged, 1 {'quarantined' if store.kind == 'disk' else 'deleted'}" in out
+
+
+def test_verify_finds_a_description_that_cannot_be_read(store):
+    """Exit 3; the records are whole; --fix takes the words away, and a save brings them back."""
+    place = _break_description(store)
+    code, out, _ = here("verify", store.target)
+    assert code == 3
+    assert place in out
+    assert "0 damaged" in out
+    assert "kvtier verify --fix" in out
+    assert here("verify", store.target, "--namespace", NAMESPACES[1].hex())[0] == 0
+    code, out, _ = here("verify", store.target, "--json")
+    data = json.loads(out)
+    assert (code, data["damaged_records"]) == (3, 0)
+    assert [(d["namespace"], d["path"]) for d in data["descriptions"]] == [
+        (NAMESPACES[0].hex(), place)
+    ]
+    before = store.content()
+    code, out, _ = here("verify", store.target, "--fix", "--json")
+    assert (code, json.loads(out)["dropped_descriptions"]) == (0, 1)
+    code, out, _ = here("verify", store.target, "--json")
+    assert (code, json.loads(out)["descriptions"]) == (0, [])
+    assert store.content() == before
+    put(store.tier(), [7])
+    (first, _) = json.loads(here("stat", store.target, "--json")[1])["namespaces"]
+    assert first["words"]["model"] == "tiny"
+
+
+def test_fix_leaves_a_description_that_was_written_meanwhile(store, monkeypatch):
+    """What an engine has written between the look and the repair stays."""
+    _break_description(store)
+    good = words()
+
+    def repair(opened, result, repair=store_verify.repair):
+        _describe(store, good)
+        repair(opened, result)
+
+    monkeypatch.setattr(store_verify, "repair", repair)
+    code, out, _ = here("verify", store.target, "--fix", "--json")
+    data = json.loads(out)
+    assert (code, data["descriptions"], data["dropped_descriptions"]) == (0, [], 0)
+    (first, _) = json.loads(here("stat", store.target, "--json")[1])["namespaces"]
+    assert first["words"]["model"] == "tiny"
+
+
+def _break_description(store):
+    """Put rubbish in the place of a namespace's description; return the place."""
+    name = NAMESPACES[0].hex()
+    if store.kind == "disk":
+        path = Path(store.target, name, "namespace.json")
+        path.write_text("{nothing")
+        return str(path)
+    with store.server.client() as client:
+        client.set(f"kvtier:ns:{name}", "{nothing")
+    return f"kvtier:ns:{name}"
+
+
 def test_verify_goes_on_where_it_stopped(store, tmp_path):
     """With no time it checks nothing and says so; --resume after a part checks only the rest."""
     env = {**os.environ, "KVTIER_CACHE": str(tmp_path / "cache")}
     code, out, _ = kvtier("verify", store.target, "--max-seconds", "0", "--json", env=env)
     data = json.loads(out)
     assert (code, data["complete"], data["records"]) == (0, False, 0)
-    assert "--resume" in kvtier("verify", store.target, "--max-seconds", "0", env=env)[1]
+    out = kvtier("verify", store.target, "--max-seconds", "0", env=env)[1]
+    assert "nothing was read" in out
+    assert "--resume" not in out  # there is nothing to go on from
     saved = _stop_after(store, 3, env)
+    out = kvtier("verify", store.target, "--resume", "--max-seconds", "0", env=env)[1]
+    assert "kvtier verify --resume" in out
     store.damage(6, NAMESPACES[1])
     code, out, _ = kvtier("verify", store.target, "--resume", "--json", env=env)
     data = json.loads(out)
