@@ -66,9 +66,11 @@ METRICS: tuple[Metric, ...] = (
     Metric("refusal_began", ("tier",), "Times a tier began to refuse saves."),
     Metric("refusal_ended", ("tier",), "Times a tier took saves again."),
     Metric("gauge.resident_chunks", ("tier",), "Chunks that can be served from a tier."),
-    Metric("gauge.resident_bytes", ("tier",), "Bytes on a tier, all ranks."),
-    Metric("gauge.tier_online", ("tier",), "1 while a tier answers, summed over ranks."),
-    Metric("gauge.ram_pages", ("state",), "RAM pages by state."),
+    Metric(
+        "gauge.resident_bytes", ("tier",), "Bytes on a tier, all ranks; of RAM, its pages in use."
+    ),
+    Metric("gauge.tier_online", ("tier",), "1 while a tier below RAM answers, summed over ranks."),
+    Metric("gauge.ram_pages", ("state",), "RAM pages: free, held by chunks, pinned by jobs, all."),
     Metric("gauge.save_queue_bytes", (), "Bytes waiting to be written below RAM, all ranks."),
     Metric("gauge.pinned_device_blocks", (), "Device blocks held by saves in flight."),
     Metric("gauge.audit_worst_mean", (), "Largest mean relative difference taken for noise."),

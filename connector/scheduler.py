@@ -133,7 +133,9 @@ class SchedulerHalf:
         self._cancels: list[int] = []
         self._touches: dict[str, list[bytes]] = {}
         self._ready_pages = [0] * n_ranks
-        self._standing = Standing(catalog, self._ledger, self._auditor)
+        self._standing = Standing(
+            catalog, self._ledger, self._auditor, geometry.page_bytes * n_ranks
+        )
 
     def _make_warmer(self) -> Warmer | None:
         if self.options.control is None:

@@ -87,7 +87,12 @@ class Catalog:
     @property
     def pinned_pages(self) -> int:
         """RAM pages that a job uses now."""
-        return self.n_pages - len(self._free) - self._spare.pages - self._only.pages
+        return self.n_pages - len(self._free) - self.held_pages
+
+    @property
+    def held_pages(self) -> int:
+        """RAM pages of chunks that no job uses now."""
+        return self._spare.pages + self._only.pages
 
     def resident(self) -> dict[str, int]:
         """Return the number of chunks on each tier, RAM included."""

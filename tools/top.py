@@ -145,9 +145,9 @@ tokens: {tokens["restored"]:,.0f} of {tokens["looked_up"]:,.0f} restored{share},
         for tier in state["tiers"]
     ]
     below = f"""
-RAM pages: {pages.get("free", 0):,.0f} free, {pages.get("pinned", 0):,.0f} in use by transfers, \
-of {pages.get("all", 0):,.0f}; {state["evicted_chunks"]:,.0f} chunks evicted, \
-{state["evicted_lost_chunks"]:,.0f} of them lost
+RAM pages: {pages.get("free", 0):,.0f} free, {pages.get("held", 0):,.0f} hold chunks, \
+{pages.get("pinned", 0):,.0f} in use by transfers, of {pages.get("all", 0):,.0f}; \
+{state["evicted_chunks"]:,.0f} chunks evicted, {state["evicted_lost_chunks"]:,.0f} of them lost
 waiting to be written: {size(state["save_queue_bytes"])}; device blocks held: \
 {state["pinned_device_blocks"]:,.0f}; loads failed: {state["loads_failed"]:,.0f}, \
 too late: {state["load_deadline_missed"]:,.0f}

@@ -643,6 +643,24 @@ def test_counts_of_a_script():
     assert gauges["resident_chunks.ram"] == 3
     assert gauges["resident_chunks.disk"] == 3
     assert gauges["ram_pages.pinned"] == 0
+    pages = {state: gauges[f"ram_pages.{state}"] for state in ("free", "held", "all")}
+    assert pages["held"] == 12  # three chunks of four blocks
+    assert pages["free"] + pages["held"] == pages["all"]
+    assert gauges["resident_bytes.ram"] == 12 * half.geometry.page_bytes
+
+
+def test_bytes_in_ram_are_those_of_all_ranks():
+    """Each rank keeps its part of a chunk in a page of its own; nothing stays without `ram`."""
+    half, request = stored(n_ranks=2)
+    assert half.half.gauges()["resident_bytes.ram"] == 0
+    entry = half.catalog.begin_promote(half.key(request, 64), 4)
+    assert half.half.gauges()["ram_pages.held"] == 0
+    half.catalog.filled(entry, ok=True)
+    half.catalog.unpin(entry)
+    assert half.half.gauges()["ram_pages.held"] == 4
+    assert half.half.gauges()["resident_bytes.ram"] == 2 * 4 * half.geometry.page_bytes
+    half.catalog.retain_in_ram = False
+    assert half.half.gauges()["resident_bytes.ram"] == 0
 
 
 def test_touches_reach_the_tiers():

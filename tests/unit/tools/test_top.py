@@ -78,7 +78,10 @@ FIRST = {
     "tier_online__redis": 0,
     "breaker_opened__redis": 1,
     "refusal_began__disk": 1,
+    "resident_bytes__ram": 3 << 20,
     "ram_pages__free": 5,
+    "ram_pages__pinned": 2,
+    "ram_pages__held": 13,
     "ram_pages__all": 20,
     "save_queue_bytes": 4096,
 }
@@ -112,6 +115,8 @@ def test_top_shows_what_the_engine_counts():
     assert "OFF" in out
     assert "no saves" in out
     assert "not_stored 6" in out
+    assert "RAM pages: 5 free, 13 hold chunks, 2 in use by transfers, of 20;" in out
+    assert "3.0 MiB" in next(line for line in out.splitlines() if line.startswith("ram "))
 
 
 def test_top_uses_only_names_that_are_served():
