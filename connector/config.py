@@ -21,6 +21,7 @@ from ..storage.errors import ConfigError
 from ..storage.keyring import KeyRing, read_key_ring
 from ..storage.memory_limit import check_memory
 from ..storage.redis_url import RedisSettings, parse_redis_url
+from .control import FOLDER as CONTROL_FOLDER
 from .folders import answers
 from .settings import SETTINGS
 from .values import Setting, format_size, redact_url, shown_value
@@ -32,6 +33,7 @@ __all__ = ["SETTINGS", "Config", "ConfigError", "load", "redact_url"]
 
 CONFIG_KEY = "config"
 _NOT_OF_THE_SERVER = ("redis_codec", "redis_write")
+_LOGINS = ("redis_user", "redis_password", "redis_sentinel_user", "redis_sentinel_password")
 DISK_SHARE = 0.8  # of the free space, proposed where no capacity is given
 
 
@@ -44,7 +46,7 @@ class Config:
     disk_capacity_bytes: int | None
     redis: str | None = field(repr=False)
     size_scope: str
-    chunk_tokens: int | None
+    chunk_tokens: int
     disk_codec: str
     redis_codec: str
     encryption_key_file: str | None
@@ -138,6 +140,25 @@ class Config:
                 value = round(value * 1000, 3)
             out[setting.name] = value
         out["load_deadline"] = "auto" if self.load_deadline_s is None else self.load_deadline_s
+        return out
+
+    def in_force(self) -> dict[str, Any]:
+        """Return `effective` with what its open defaults stand for, those of the URL included."""
+        out = self.effective()
+        if self.control_folder is None and self.disk is not None and self.ram_bytes:
+            out["control"] = os.path.join(self.disk, CONTROL_FOLDER)
+        if self.redis is None:
+            return out
+        server = self.redis_settings()
+        for setting in SETTINGS:
+            name = setting.name
+            if not name.startswith("redis_") or name in (*_NOT_OF_THE_SERVER, *_LOGINS):
+                continue
+            value = getattr(server, setting.field.removeprefix("redis_"))
+            out[name] = format_size(value) if setting.kind == "size" else value
+        out["redis_ttl"] = server.ttl_s or 0.0  # as people write "never"
+        if not server.tls:
+            out["redis_tls_verify"] = None
         return out
 
 

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Mapping
 from typing import Any
 
 from ..connector import config as connector_config
 from ..storage.errors import ConfigError
 from .exit_codes import ExitCode
-from .reporting import CommandError, note, print_json, table
+from .reporting import CommandError, note, print_json
 
 TRANSFER_CONFIG_KEY = "kv_connector_extra_config"
 
@@ -29,12 +30,37 @@ def check_config(source: str, *, n_ranks: int, machine: bool, as_json: bool) -> 
         else:
             note(str(error))
         return ExitCode.FINDINGS
-    effective = config.effective()
+    in_force = config.in_force()
     if as_json:
-        print_json({"ok": True, "effective": effective})
-    else:
-        table(("setting", "value"), [(name, str(value)) for name, value in effective.items()])
+        print_json({"ok": True, "effective": in_force})
+        return ExitCode.OK
+    for name, value in in_force.items():
+        if value is not None and not _is_idle(name, in_force):
+            hidden = "  # not shown" if "***" in str(value) else ""
+            print(f"{name} = {_toml(value)}{hidden}")
+    note(
+        "ok: an engine would start with it"
+        if machine
+        else "ok: the settings are right; this machine was not looked at"
+    )
     return ExitCode.OK
+
+
+def _is_idle(name: str, settings: Mapping[str, Any]) -> bool:
+    """Whether a setting is of a part that is not there."""
+    part = name.partition("_")[0]
+    return part in {"disk", "redis", "record"} and settings[part] is None
+
+
+def _toml(value: object) -> str:
+    """Return a value of a setting as TOML spells it."""
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, float) and value.is_integer():
+        return str(int(value))
+    if isinstance(value, str):
+        return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
+    return str(value)
 
 
 def read_settings(source: str) -> dict[str, Any]:

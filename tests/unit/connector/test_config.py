@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from kvtier.connector import config, settings
+from kvtier.connector.geometry import DEFAULT_CHUNK_TOKENS
 from kvtier.connector.values import format_size, parse_size, redact_url
 from kvtier.storage.errors import ConfigError
 from kvtier.storage.redis_url import OPTION_NAMES
@@ -303,6 +304,25 @@ def test_effective_settings_can_be_read_again() -> None:
     assert again == first
     assert first.effective()["load_deadline"] == 2.5
     assert load(ram="1GiB").effective()["load_deadline"] == "auto"
+
+
+def test_settings_in_force_have_no_open_defaults() -> None:
+    """What a setting left out stands for is told, that of the URL included, and no secret."""
+    url = "redis://me:hunter2@h:1/3?ttl=12h&stripe=1MiB"
+    got = load(ram="1GiB", disk="/d", disk_capacity="1GiB", redis=url, redis_timeout=5).in_force()
+    assert got["chunk_tokens"] == DEFAULT_CHUNK_TOKENS
+    assert got["control"] == "/d/control"
+    assert (got["redis_ttl"], got["redis_stripe"], got["redis_db"]) == (43200.0, "1MiB", 3)
+    assert (got["redis_prefix"], got["redis_connections"]) == ("kvtier", 4)
+    assert (got["redis_timeout"], got["redis_connect_timeout"]) == (5.0, 1.0)
+    assert got["redis_tls_verify"] is None  # no TLS there
+    assert load(redis="rediss://h").in_force()["redis_tls_verify"] is True
+    assert load(redis="redis://h?ttl=none").in_force()["redis_ttl"] == 0
+    assert load(redis="redis://h").in_force()["redis_ttl"] == 7 * 86400
+    assert load(redis="redis://h").in_force()["control"] is None  # nothing is warmed without RAM
+    assert "hunter2" not in str(got)
+    assert list(got) == [setting.name for setting in settings.SETTINGS]
+    assert load(ram="1GiB").in_force()["redis_ttl"] is None
 
 
 def test_the_documentation_is_made_from_the_table() -> None:

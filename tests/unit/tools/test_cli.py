@@ -10,6 +10,8 @@ import typer
 from typer.testing import CliRunner
 
 from kvtier import __version__
+from kvtier.connector import config
+from kvtier.connector.config import read_toml
 from kvtier.storage.errors import ConfigError, KVTierError, TierUnavailable
 from kvtier.tools import cli
 from kvtier.tools.exit_codes import EXIT_CODES_HELP, ExitCode
@@ -115,6 +117,39 @@ def test_config_check_accepts_what_an_engine_would(tmp_path):
     assert found[0]["ok"] is True
     assert found[0]["effective"]["ram"] == "1MiB"
     assert run(cli.app, ["config", "check", text]).exit_code == 0
+
+
+@pytest.mark.parametrize("tiers", [("ram",), ("ram", "disk"), ("ram", "disk", "redis")])
+def test_config_check_prints_toml_that_means_the_same(tmp_path, tiers):
+    """Only what is set or has a default, nothing of a tier that is not there; stderr says ok."""
+    every = {
+        "ram": {"ram": "1MiB", "promote": False, "lookup_deadline_ms": 12.5},
+        "disk": {"disk": str(tmp_path / 'a "b"'), "disk_capacity": "64MiB"},
+        "redis": {"redis": "redis://h:1"},
+    }
+    given = {k: v for tier in tiers for k, v in every[tier].items()}
+    result = run(cli.app, ["config", "check", json.dumps(given)])
+    assert result.exit_code == 0
+    assert result.stderr == "ok: an engine would start with it\n"
+    printed = tmp_path / "printed.toml"
+    printed.write_text(result.stdout)
+    read = read_toml(str(printed))
+    assert {name: read[name] for name in given} == given
+    assert (read["chunk_tokens"], read["lookup_deadline_ms"]) == (256, 12.5)
+    assert (read["load_deadline"], read["audit_rate"]) == ("auto", 0)
+    for tier in ("disk", "redis"):
+        assert any(name.startswith(tier) for name in read) is (tier in tiers)
+    assert ("redis_ttl" in read) is ("redis" in tiers)
+    for word in ("None", "True", "False", "12.50", "record_size", "audit_tolerance"):
+        assert word not in result.stdout
+    config.load(read)
+    unseen = run(cli.app, ["config", "check", "--no-machine", json.dumps(given)])
+    assert unseen.stderr == "ok: the settings are right; this machine was not looked at\n"
+    secret = run(cli.app, ["config", "check", json.dumps({**given, "tenant": "s3cret"})])
+    assert 'tenant = "***"  # not shown\n' in secret.stdout
+    as_json = run(cli.app, ["config", "check", "--json", json.dumps(given)])
+    assert as_json.stderr == ""
+    assert json.loads(as_json.stdout)["effective"]["chunk_tokens"] == 256
 
 
 @pytest.mark.parametrize(
