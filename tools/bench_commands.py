@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from typing import Annotated, Any, Optional
 
 import typer
 
 from .exit_codes import EXIT_CODES_HELP, ExitCode
-from .reporting import finish, note, print_json, reported, table
+from .reporting import CommandError, finish, note, print_json, reported, table
 
 bench = typer.Typer(
     help="Measure parts of kvtier, as ratios taken in one run.", no_args_is_help=True
@@ -27,6 +28,11 @@ Model = Annotated[
 def _say(text: str) -> None:
     if sys.stderr.isatty():
         note(text)
+
+
+def _check_folder(folder: str | None) -> None:
+    if folder is not None and not os.path.isdir(folder):
+        raise CommandError(f"--folder {folder}: no such folder", ExitCode.USAGE)
 
 
 def _rows(rows: list[dict[str, Any]]) -> None:
@@ -71,6 +77,7 @@ def tiers(
     """RAM and disk through the worker's own code, against plain copies, reads and writes."""
     from . import bench_tiers
 
+    _check_folder(folder)
     options = bench_tiers.TiersBench(folder=folder, rounds=rounds, total_mib=total_mib)
     result = bench_tiers.run(options, _say)
     print_json(result) if as_json else _rows(result["rows"])
@@ -96,6 +103,7 @@ def engine(
     from .engine_choice import check_engine
 
     check_engine(model)
+    _check_folder(folder)
     if no_reuse:
         load = bench_throughput.ThroughputBench(model=model, folder=folder, rounds=rounds + 1)
         result = bench_throughput.run(load, _say)
@@ -122,6 +130,7 @@ def sessions(
     from .engine_choice import check_engine
 
     check_engine(model)
+    _check_folder(folder)
     options = bench_sessions.SessionsBench(
         model=model, folder=folder, sessions=n_sessions, turns=turns
     )
@@ -186,5 +195,6 @@ def store(
     """How long `stat`, the first row of `ls`, and `--help` take, with a large store."""
     from . import bench_store
 
+    _check_folder(folder)
     result = bench_store.run(records, folder, _say)
     print_json(result) if as_json else _fields(result, without=("bars",))

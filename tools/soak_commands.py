@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import signal
 import sys
 import threading
@@ -82,7 +83,9 @@ def soak(
     ] = None,
     device_tokens: Annotated[
         Optional[int],  # noqa: UP045
-        typer.Option(help="Size of the device's cache; by default too small for all sessions."),
+        typer.Option(
+            help="Size of the device's cache; by default too small for all sessions.", min=1
+        ),
     ] = None,
     kvtier: Annotated[
         Optional[str],  # noqa: UP045
@@ -117,8 +120,8 @@ def soak(
     as_json: Annotated[bool, typer.Option("--json", help="Print the report's JSON.")] = False,
 ) -> None:
     """Drive an engine with agent sessions and prove that answers are right and memory is steady."""
-    if minutes <= 0:
-        raise CommandError("--minutes must be more than 0", ExitCode.USAGE)
+    if not 0 < minutes < math.inf:
+        raise CommandError("--minutes must be a number more than 0", ExitCode.USAGE)
     from .soak_options import ALL_FAULTS, STORAGE_FAULTS, SoakOptions
 
     chosen = [name.strip() for name in faults.split(",") if name.strip()]
