@@ -50,7 +50,10 @@ def _fields(result: dict[str, Any], *, without: tuple[str, ...] = ()) -> None:
 @bench.command(epilog=EXIT_CODES_HELP)
 @reported
 def address(as_json: Json = False) -> None:
-    """Chunks and block ids to addresses: against vLLM's own function and a scalar loop."""
+    """Time chunks and block ids to addresses.
+
+    Against vLLM's own function and a scalar loop.
+    """
     from . import bench_address
 
     bench_address.run(as_json)
@@ -59,7 +62,10 @@ def address(as_json: Json = False) -> None:
 @bench.command(epilog=EXIT_CODES_HELP)
 @reported
 def lookup(as_json: Json = False) -> None:
-    """Time on the engine's scheduling thread to find how much of a long prompt is stored."""
+    """Time a lookup on the engine's scheduling thread.
+
+    How much of a long prompt is stored.
+    """
     from . import bench_lookup
 
     result = bench_lookup.run(_say)
@@ -74,7 +80,10 @@ def tiers(
     total_mib: Annotated[int, typer.Option(help="MiB moved in each round.", min=32)] = 256,
     as_json: Json = False,
 ) -> None:
-    """RAM and disk through the worker's own code, against plain copies, reads and writes."""
+    """Time RAM and disk through the worker's own code.
+
+    Against plain copies, reads and writes.
+    """
     from . import bench_tiers
 
     _check_folder(folder)
@@ -98,7 +107,10 @@ def engine(
     ] = False,
     as_json: Json = False,
 ) -> None:
-    """Time to first token in the real engine: cold, from the device, from RAM, from disk."""
+    """Time to first token in the real engine, by where KV is.
+
+    Cold, from the device, from RAM, from disk.
+    """
     from . import bench_engine, bench_throughput
     from .engine_choice import check_engine
 
@@ -125,7 +137,10 @@ def sessions(
     turns: Annotated[int, typer.Option(help="Turns of each.", min=2)] = 4,
     as_json: Json = False,
 ) -> None:
-    """More agent sessions than RAM holds, in the real engine, with and without kvtier."""
+    """Time more agent sessions than RAM holds.
+
+    In the real engine, with and without kvtier.
+    """
     from . import bench_sessions
     from .engine_choice import check_engine
 
@@ -146,7 +161,10 @@ def device(
     rounds: Annotated[int, typer.Option(help="Rounds; medians are reported.", min=1)] = 5,
     as_json: Json = False,
 ) -> None:
-    """Copies between device blocks and pinned pages; without a CUDA device, host copies only."""
+    """Time copies between device blocks and pinned pages.
+
+    Without a CUDA device host copies only.
+    """
     from . import bench_device
     from .bench_device_copies import GIB, Options
 
@@ -161,7 +179,10 @@ def device(
 @bench.command(epilog=EXIT_CODES_HELP)
 @reported
 def redis(as_json: Json = False) -> None:
-    """Verified records through a Redis of its own: against plain sockets and redis-py."""
+    """Time verified records through a Redis of its own.
+
+    Against plain sockets and redis-py.
+    """
     from . import bench_redis
 
     finish(ExitCode(bench_redis.run(as_json)))
@@ -175,7 +196,10 @@ def outage(
     rounds: Annotated[int, typer.Option(help="Rounds; medians are reported.", min=4)] = 7,
     as_json: Json = False,
 ) -> None:
-    """Time to first token in the real engine while its Redis is stopped, against one without."""
+    """Time to first token while the engine's Redis is stopped.
+
+    In the real engine, against one without Redis.
+    """
     from . import bench_outage
     from .engine_choice import check_engine
 
@@ -192,7 +216,10 @@ def store(
     folder: Folder = None,
     as_json: Json = False,
 ) -> None:
-    """How long `stat`, the first row of `ls`, and `--help` take, with a large store."""
+    """Time `stat`, the first row of `ls`, and `--help`.
+
+    With a large store.
+    """
     from . import bench_store
 
     _check_folder(folder)

@@ -68,7 +68,10 @@ def config_check(
     ] = True,
     as_json: Json = False,
 ) -> None:
-    """Check a configuration as an engine's start would, and print what would be in force."""
+    """Check a configuration as an engine's start would.
+
+    Prints what would be in force.
+    """
     from .config_check import check_config
 
     finish(check_config(source, n_ranks=ranks, machine=machine, as_json=as_json))
@@ -107,7 +110,10 @@ def demo(
     ] = None,
     as_json: Json = False,
 ) -> None:
-    """Run agent sessions in the real vLLM, with and without kvtier, and after a restart."""
+    """Run agent sessions in vLLM, with and without kvtier.
+
+    In the real engine, and after a restart, too.
+    """
     from .demo import DemoOptions, run_demo
     from .demo_view import DemoView
 

@@ -10,7 +10,7 @@ import typer
 
 from .exit_codes import EXIT_CODES_HELP, ExitCode
 from .prompt_choice import CacheSalt, Recording, RequestId, Tenant, Tokens
-from .reporting import CommandError, finish, print_json, reported, table
+from .reporting import CommandError, count, finish, print_json, reported, table
 from .store_commands import Json, Namespace, StoreName
 
 if TYPE_CHECKING:
@@ -140,12 +140,22 @@ def _print_explanation(name: str, asked: Prompt, verdicts: list[dict[str, Any]])
 
 def _print_request(said: dict[str, Any]) -> None:
     at = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(said["at_s"]))
-    hits = "".join(f", {n:,} from {tier}" for tier, n in sorted(said["hit_tokens"].items()))
+    restored = [("on the device", said["device_tokens"] or 0)]
+    restored += [(f"from {tier}", n) for tier, n in sorted(said["hit_tokens"].items())]
+    parts = [(n, where) for where, n in restored if n]
+    tokens = ", ".join(
+        f"{n:,} {where}" if i else f"{count(n, 'token')} {where}"
+        for i, (n, where) in enumerate(parts)
+    )
     print(f"request {said['request']} at {at}, {said['end'] or 'end not known'}")
-    print(f"  the engine restored: {said['device_tokens'] or 0:,} tokens on the device{hits}")
-    print(f"  and ended there because: {str(said['miss']).replace('_', ' ')}")
+    print(f"  the engine restored: {tokens or 'nothing'}")
+    if said["miss"] == "none":
+        print("  which is all that any request may restore")
+    else:
+        why = said["miss"] or "the recording does not say"
+        print(f"  and ended there because: {why.replace('_', ' ')}")
     if said["others"]:
-        print(f"  ({said['others']} older requests of this name)")
+        print(f"  ({count(said['others'], 'older request')} of this name)")
     print()
 
 
@@ -155,10 +165,13 @@ def _print_verdict(verdict: dict[str, Any]) -> None:
         return
     print(f"namespace {verdict['namespace']} ({verdict['model'] or 'model not known'})")
     print(
-        f"  hit: {verdict['hit_tokens']:,} of {verdict['prompt_tokens']:,} tokens, "
-        f"{verdict['records_found']:,} records found"
+        f"  hit: {verdict['hit_tokens']:,} of {count(verdict['prompt_tokens'], 'token')}, "
+        f"{count(verdict['records_found'], 'record')} found"
     )
-    print(f"  ends there because: {verdict['reason'].replace('_', ' ')}: {verdict['detail']}")
+    if verdict["reason"] == "none":
+        print(f"  {verdict['detail']}")
+    else:
+        print(f"  ends there because: {verdict['reason'].replace('_', ' ')}: {verdict['detail']}")
     other = verdict["differs_from_best"]
     if other is not None:
         print(f"  namespace {other['namespace']} has {other['hit_tokens']:,} tokens of it, but")
@@ -177,7 +190,10 @@ def top(
     every: Annotated[float, typer.Option(help="Seconds between looks.", min=0.1)] = 2.0,
     as_json: Json = False,
 ) -> None:
-    """Watch a running engine: tiers, hit tokens a second, queue, breakers, bandwidths."""
+    """Watch a running engine.
+
+    Its tiers, hit tokens a second, queue, breakers, bandwidths.
+    """
     from .scrape import metrics_url, safe_url, scrape
     from .top import View, lines, require_kvtier
 

@@ -9,7 +9,7 @@ import typer
 
 from .exit_codes import EXIT_CODES_HELP, ExitCode
 from .prompt_choice import CacheSalt, Everything, Recording, RequestId, Tenant, Tokens, UpTo
-from .reporting import CommandError, note, print_json, reported, size
+from .reporting import CommandError, count, note, print_json, reported, size
 from .store_change_commands import DryRun
 from .store_commands import Json, Namespace, StoreName
 
@@ -43,7 +43,7 @@ def pin(
     dry_run: DryRun = False,
     as_json: Json = False,
 ) -> None:
-    """Keep the records of a prompt, or of a whole namespace, from eviction."""
+    """Keep records of a prompt or namespace from eviction."""
     from ..storage.pins import MAX_KEYS, Pin
     from .prompt_choice import choose, read_asked
     from .store import open_store
@@ -78,9 +78,9 @@ def pin(
     if as_json:
         print_json(result)
         return
-    what = f"{made.n_tokens:,} tokens" if made.n_tokens else "the whole namespace"
+    what = count(made.n_tokens, "token") if made.n_tokens else "the whole namespace"
     print(
-        f"{'would pin' if dry_run else 'pinned'} {what}: {len(choice.records):,} records, "
+        f"{'would pin' if dry_run else 'pinned'} {what}: {count(len(choice.records), 'record')}, "
         f"{size(made.stored_bytes)}, as {made.name}"
     )
     if warning is not None:
@@ -144,12 +144,15 @@ def unpin(
     if as_json:
         print_json(result)
     else:
-        print(f"{len(result['unpinned'])} pins dropped")
+        print(f"{count(len(result['unpinned']), 'pin')} dropped")
 
 
 def _named(there: list[Pin], start: str) -> Pin:
-    found = [one for one in there if start and one.name.startswith(start)]
+    from .store_base import ambiguous
+
+    if not start:  # an empty variable in a script
+        raise CommandError("the name of a pin is empty", ExitCode.USAGE)
+    found = [one for one in there if one.name.startswith(start)]
     if len(found) != 1:
-        which = "no pin begins" if not found else f"{len(found)} pins begin"
-        raise CommandError(f"{which} with {start!r}; see `kvtier stat`", ExitCode.USAGE)
+        raise ambiguous("pin", start, len(found))
     return found[0]

@@ -68,7 +68,10 @@ def plan(
     png: Png = None,
     as_json: Json = False,
 ) -> None:
-    """Plan RAM and disk for a model: what fits, what it brings, from where on a hit pays."""
+    """Plan RAM and disk for a model.
+
+    What fits, what it brings, from where on a hit pays.
+    """
     from . import plan as planning
     from .model_sizes import ModelError, find_model
     from .replay_tiers import Sizes

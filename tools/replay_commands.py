@@ -86,7 +86,10 @@ def replay(
     png: Png = None,
     as_json: Json = False,
 ) -> None:
-    """Run a trace against kvtier's catalog and eviction: hits by tier, bytes, policies."""
+    """Run a trace against kvtier's catalog and eviction.
+
+    Tells hits by tier, bytes, and what other policies would bring.
+    """
     from .replay_results import Setup
     from .replay_run import Job, run_all
 

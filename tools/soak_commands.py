@@ -119,7 +119,10 @@ def soak(
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the report's JSON.")] = False,
 ) -> None:
-    """Drive an engine with agent sessions and prove that answers are right and memory is steady."""
+    """Drive an engine for long, and check all that it does.
+
+    Runs agent sessions; proves that answers are right and memory is steady.
+    """
     if not 0 < minutes < math.inf:
         raise CommandError("--minutes must be a number more than 0", ExitCode.USAGE)
     from .soak_options import ALL_FAULTS, STORAGE_FAULTS, SoakOptions

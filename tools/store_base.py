@@ -326,8 +326,7 @@ class Store(ABC):
             raise CommandError("--namespace is empty", ExitCode.USAGE)
         found = [space for space in self.spaces() if space.name.startswith(start)]
         if len(found) != 1:
-            which = "no namespace begins" if not found else f"{len(found)} namespaces begin"
-            raise CommandError(f"{which} with {start!r}; see `kvtier stat`", ExitCode.USAGE)
+            raise ambiguous("namespace", start, len(found))
         return found[0].namespace
 
     def pinned(self) -> dict[bytes, frozenset[bytes]]:
@@ -383,6 +382,13 @@ class Store(ABC):
                     yield from batch
             finally:
                 tier.close()
+
+
+def ambiguous(what: str, start: str, n_found: int) -> CommandError:
+    """Return the error for a name that nothing has (failure), or that says too little (usage)."""
+    which = f"no {what} begins" if not n_found else f"{n_found} {what}s begin"
+    code = ExitCode.USAGE if n_found else ExitCode.FAILURE
+    return CommandError(f"{which} with {start!r}; see `kvtier stat`", code)
 
 
 def delete(tier: Tier, records: Sequence[Record]) -> None:

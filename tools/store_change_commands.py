@@ -12,6 +12,7 @@ from .exit_codes import ExitCode
 from .reporting import (
     CommandError,
     Progress,
+    count,
     finish,
     note,
     print_json,
@@ -54,7 +55,10 @@ def prune(
     yes: Yes = False,
     as_json: Json = False,
 ) -> None:
-    """Delete the records that meet every condition given; at least one must be."""
+    """Delete the records that meet every condition given.
+
+    At least one must be given.
+    """
     from .store import open_store
     from .store_select import Pinned, Selection, n_bytes, seconds
 
@@ -105,7 +109,10 @@ def rm(
     yes: Yes = False,
     as_json: Json = False,
 ) -> None:
-    """Delete single records, one namespace, or (--all) everything that kvtier keeps there."""
+    """Delete single records, one namespace, or all.
+
+    All is everything that kvtier keeps there.
+    """
     from .store import open_store
     from .store_select import Pinned
 
@@ -152,9 +159,9 @@ def _delete(
     from .store_select import drop_pins, outcome
 
     total = size(sum(record.stored_bytes for record in records))
-    what = f"{len(records):,} records, {total}"
+    what = f"{count(len(records), 'record')}, {total}"
     if loose:
-        what += f", and {len(loose):,} left-overs"
+        what += f", and {count(len(loose), 'left-over')}"
     deleted = swept = 0
     progress = Progress()
     try:
@@ -186,9 +193,11 @@ def _print_outcome(result: dict[str, Any], what: str, *, as_json: bool) -> None:
     if result["dry_run"]:
         print(f"would delete {what}")
     else:
-        left = f" and {result['swept']:,} left-overs" if result["swept"] else ""
-        print(f"{result['deleted']:,} records{left} deleted")
-    if result["pinned"]:
+        left = f" and {count(result['swept'], 'left-over')}" if result["swept"] else ""
+        print(f"{count(result['deleted'], 'record')}{left} deleted")
+    if result["pinned"] == 1:
+        print("1 pinned record stays; --pinned takes it, too")
+    elif result["pinned"]:
         print(f"{result['pinned']:,} pinned records stay; --pinned takes them, too")
 
 
@@ -236,7 +245,10 @@ def copy(
     dry_run: DryRun = False,
     as_json: Json = False,
 ) -> None:
-    """Copy records between any two stores, each checked: as they are stored, or encrypted anew."""
+    """Copy records between any two stores, each checked.
+
+    As they are stored, or encrypted anew.
+    """
     from ..storage.keyring import read_key_ring
     from .store import open_store
     from .store_copy import Copying
@@ -297,14 +309,15 @@ def _print_copying(old: Store, new: Store, result: Any, *, dry_run: bool, as_jso
     for key in result.unlike:
         print(f"differs in {new.name}  {key}")
     if dry_run:
-        print(f"would copy {result.of_records:,} records, {size(result.of_bytes)}")
+        print(f"would copy {count(result.of_records, 'record')}, {size(result.of_bytes)}")
         return
+    locked = f", {result.n_locked:,} of other keys" if result.n_locked else ""
     anew = f" ({result.sealed:,} encrypted anew)" if result.sealed else ""
     print(
-        f"{result.copied:,} records copied{anew}, {size(result.copied_bytes)} "
+        f"{count(result.copied, 'record')} copied{anew}, {size(result.copied_bytes)} "
         f"in {result.seconds:.1f} s; "
         f"{result.there:,} there already, {result.gone:,} gone meanwhile, "
-        f"{result.n_damaged:,} damaged, {result.n_locked:,} of other keys"
+        f"{result.n_damaged:,} damaged{locked}"
         f"{'' if result.complete else '; not all'}"
     )
     if result.n_damaged:

@@ -103,7 +103,10 @@ def stat(
     ] = False,
     as_json: Json = False,
 ) -> None:
-    """Sum up a store by namespace: which model, how many records, how large, how old."""
+    """Sum up a store by namespace.
+
+    Which model, how many records, how large, how old.
+    """
     from .store import open_store
     from .store_summary import summarise
     from .store_view import print_summary
@@ -170,7 +173,10 @@ def show(
     ] = True,
     as_json: Json = False,
 ) -> None:
-    """Show one record of every rank that has it: header, whether all of it checks, neighbours."""
+    """Show one record, of every rank that has it.
+
+    Its header, whether all of it checks, and its neighbours.
+    """
     from .store import open_store
     from .store_show import describe, neighbours_of
     from .store_view import print_records
@@ -219,7 +225,10 @@ def verify(
     namespace: Namespace = None,
     as_json: Json = False,
 ) -> None:
-    """Read every record and check all of it: header, identity, lengths, checksum."""
+    """Read every record and check all of it.
+
+    Header, identity, lengths, checksum.
+    """
     from . import store_verify as checks
     from .store import open_store
     from .store_view import print_verification

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import json
 import shlex
+import time
 from typing import TYPE_CHECKING, Any
 
 from .reporting import age, count, size, table
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from .store_base import Store
     from .store_verify import Verification
 
@@ -27,7 +30,7 @@ def print_summary(summary: dict[str, Any], *, fields: bool) -> None:
         else ""
     )
     print(
-        f"{summary['store']}: {summary['records']:,} records, {about}"
+        f"{summary['store']}: {count(summary['records'], 'record')}, {about}"
         f"{size(summary['stored_bytes'])}{room}"
     )
     if free is not None and not room:
@@ -36,7 +39,8 @@ def print_summary(summary: dict[str, Any], *, fields: bool) -> None:
         print(f"in use: {size(capacity['used_bytes'])}, no limit ({capacity['note']})")
     for part in ("quarantine", "unfinished"):
         if summary[part]["files"]:
-            print(f"{part}: {summary[part]['files']} files, {size(summary[part]['bytes'])}")
+            files = count(summary[part]["files"], "file")
+            print(f"{part}: {files}, {size(summary[part]['bytes'])}")
     if summary["pins"]:
         print(f"pinned: {size(sum(p['stored_bytes'] for p in summary['pins']))}")
         table(
@@ -62,7 +66,7 @@ def _namespace_rows(namespace: dict[str, Any], *, fields: bool) -> list[tuple[st
     about = "" if namespace["exact"] else "about "
     rows = list(namespace["words"].items())
     rows += [
-        ("records", f"{namespace['records']:,} of ranks {_list(namespace['ranks'])}"),
+        ("records", f"{namespace['records']:,}{_of_ranks(namespace['ranks'])}"),
         ("chunks", f"{namespace['chunks']:,}"),
     ]
     if namespace["tokens"] is not None:
@@ -90,8 +94,10 @@ def _namespace_rows(namespace: dict[str, Any], *, fields: bool) -> list[tuple[st
     return rows
 
 
-def _list(values: list[int]) -> str:
-    return ", ".join(map(str, values)) or "-"
+def _of_ranks(ranks: list[int]) -> str:
+    if not ranks:
+        return ""
+    return f" of rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
 
 
 def _short(value: Any) -> str:
@@ -104,8 +110,7 @@ def print_records(records: list[dict[str, Any]]) -> None:
     for number, record in enumerate(records):
         if number:
             print()
-        rows = [(n, _plain(v)) for n, v in record.items() if n != "neighbours"]
-        table(("field", "value"), rows)
+        table(("field", "value"), list(_record_rows(record)))
         neighbours = record.get("neighbours")
         if neighbours is None:
             continue
@@ -115,8 +120,31 @@ def print_records(records: list[dict[str, Any]]) -> None:
         print(f"neighbours: {neighbours['note']}")
 
 
-def _plain(value: Any) -> str:
-    return ", ".join(value) or "-" if isinstance(value, list) else str(value)
+def _record_rows(record: dict[str, Any]) -> Iterator[tuple[str, str]]:
+    for name in ("key", "namespace", "rank", "group"):
+        yield name, str(record[name])
+    yield "check", "ok" if record["ok"] else record["check"]
+    yield "path", record["path"]
+    yield "size", _exact(record["stored_bytes"])
+    yield "last use", _time(record["used_at_s"])
+    if "start_tokens" in record:
+        yield "tokens", f"{record['start_tokens']:,} to {record['end_tokens']:,}"
+        yield "codec", record["codec"]
+        yield "encrypted", "yes" if record["sealed"] else "no"
+        yield "raw size", _exact(record["raw_bytes"])
+        yield "payload", _exact(record["payload_bytes"])
+        yield "payload checksum", record["payload_checksum"]
+        yield "created", _time(record["created_at_s"])
+    yield "pins", ", ".join(record["pins"]) or "-"
+
+
+def _exact(n_bytes: int) -> str:
+    return f"{size(n_bytes)} ({n_bytes:,} bytes)" if n_bytes >= 1024 else size(n_bytes)
+
+
+def _time(at_s: float) -> str:
+    at = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(at_s))
+    return f"{age(at_s)} ago ({at})"
 
 
 def print_verification(store: Store, result: Verification, namespace: str | None) -> None:

@@ -9,7 +9,7 @@ import typer
 
 from .exit_codes import EXIT_CODES_HELP, ExitCode
 from .prompt_choice import CacheSalt, Everything, Recording, RequestId, Tenant, Tokens, UpTo
-from .reporting import CommandError, Progress, finish, print_json, reported
+from .reporting import CommandError, Progress, count, finish, print_json, reported
 from .store_commands import Json, Namespace, StoreName
 
 if TYPE_CHECKING:
@@ -49,7 +49,10 @@ def warm(
     ] = 30.0,
     as_json: Json = False,
 ) -> None:
-    """Bring a prompt's records, or a namespace's, up into the RAM of the engines that run."""
+    """Bring records up into the RAM of the engines that run.
+
+    Those of a prompt, or of a namespace.
+    """
     from . import warm as asking
     from .prompt_choice import choose, read_asked
     from .store import open_store
@@ -135,7 +138,8 @@ def _print(answers: list[EngineAnswer], n_chunks: int) -> None:
                 f"{n:,} {why.replace('_', ' ')}" for why, n in row["skipped"].items()
             )
             text += (
-                f"{row['loaded']:,} of {n_chunks:,} chunks loaded, {row['in_ram']:,} were there"
+                f"{row['loaded']:,} of {count(n_chunks, 'chunk')} loaded, "
+                f"{row['in_ram']:,} were there"
                 f"{f', {skipped}' if skipped else ''}"
                 f"{'' if row['state'] == 'done' else ' (' + row['state'] + ')'}"
             )

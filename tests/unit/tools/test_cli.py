@@ -41,6 +41,15 @@ def test_every_help_works_and_commands_name_the_exit_codes(path):
         assert " ".join(EXIT_CODES_HELP.split()) in " ".join(result.stdout.split())
 
 
+@pytest.mark.parametrize("path", [(), ("config",), ("bench",)], ids=" ".join)
+def test_what_a_command_does_fits_its_line(path, monkeypatch):
+    """On a terminal of 80 columns no command's line in a list is cut off."""
+    monkeypatch.setenv("COLUMNS", "80")
+    listed = run(cli.app, [*path, "--help"]).stdout.partition("Commands:\n")[2]
+    assert listed
+    assert "..." not in listed
+
+
 def test_help_imports_nothing_heavy():
     """`kvtier --help` loads neither torch, vllm, numpy nor rich's consoles."""
     code = (

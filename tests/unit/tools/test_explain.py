@@ -163,6 +163,9 @@ def test_a_whole_hit(store, prompt):
     (found,) = data["namespaces"]
     assert (found["hit_tokens"], found["reason"]) == (288, "none")
     assert found["records_found"] == 5
+    text = here("explain", store.target, path)[1]
+    assert "  everything that can be restored is there\n" in text
+    assert "because" not in text
 
 
 def test_where_the_chain_ends_and_why(store, prompt):

@@ -239,6 +239,37 @@ def test_rm_of_what_is_not_there_is_an_error(store):
     assert len(names(store)) == 8
 
 
+def test_a_name_that_nothing_has_ends_with_1_everywhere(store):
+    """A key, a pin, a namespace: nothing begins so; 2 is for names that say too little."""
+    for verb, *more in (
+        ("show", "f" * 20),
+        ("rm", "f" * 20),
+        ("unpin", "f" * 20),
+        ("stat", "--namespace", "ff"),
+        ("ls", "--namespace", "ff"),
+        ("rm", "--namespace", "ff", "--yes"),
+    ):
+        assert here(verb, store.target, *more)[0] == 1, (verb, more)
+    assert len(names(store)) == 8
+
+
+def test_one_record_is_not_called_records(tmp_path):
+    """What people read counts as people do: 1 record, 2 records."""
+    store = Folder(tmp_path / "store")
+    put(store.tier(), [1])
+    name = key_name(key(1))
+    assert here("stat", store.target)[1].startswith(f"{store.target}: 1 record, ")
+    assert "1 of rank 0\n" in here("stat", store.target)[1]
+    assert "would delete 1 record, " in here("rm", store.target, name, "--dry-run")[1]
+    assert "would copy 1 record, " in here("copy", store.target, tmp_path / "to", "--dry-run")[1]
+    copied = here("copy", store.target, tmp_path / "to")[1]
+    assert copied.startswith("1 record copied, ")
+    assert "other keys" not in copied  # nothing is encrypted here
+    assert "1 record checked, " in here("verify", store.target)[1]
+    assert here("rm", store.target, name)[1].endswith("\n1 record deleted\n")
+    assert here("prune", store.target, "--prefix", "f")[1] == "0 records deleted\n"
+
+
 @pytest.mark.parametrize("to", ["disk", "redis"])
 def test_copy_moves_records_between_any_two_stores(store, to, tmp_path):
     """Every record with every byte; twice changes nothing; both stores verify."""

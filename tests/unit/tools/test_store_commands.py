@@ -7,6 +7,7 @@ import functools
 import itertools
 import json
 import os
+import re
 import subprocess
 import sys
 import time
@@ -210,6 +211,20 @@ def test_show_names_the_one_record_that_ends_where_this_begins(empty):
     assert [n["key"] for n in found["after"]] == [key_name(specs[3].key)]
     assert [n["key"] for n in found["same_boundary"]] == [key_name(specs[2].key)]
     assert "one record ends where this begins" in found["note"]
+
+
+def test_show_reads_like_stat_and_ls(store):
+    """For people: sizes, times and checks in words; no field's name as --json has it."""
+    put(store.tier(), [9])
+    code, out, _ = here("show", store.target, key_name(key(9)), "--no-neighbours")
+    assert code == 0
+    rows = {line[:18].strip(): line[18:].strip() for line in out.splitlines()}
+    assert rows["check"] == "ok"
+    assert rows["raw size"] == "16.0 KiB (16,384 bytes)"
+    assert rows["tokens"] == "2,304 to 2,560"
+    assert rows["encrypted"] == "no"
+    assert re.fullmatch(r"\d+ s ago \(\d{4}-\d\d-\d\d \d\d:\d\d:\d\d\)", rows["last use"])
+    assert "_" not in out.replace(rows["path"], "")
 
 
 def test_show_of_an_unknown_or_ambiguous_key_says_so(store):

@@ -169,7 +169,7 @@ def test_wrong_use(store, prompt):
         (2, "give token ids", (store.target,)),
         (2, "give token ids", (store.target, prompt, "--all")),
         (2, "--all needs --namespace", (store.target, "--all")),
-        (2, "no namespace begins", (store.target, "--all", "--namespace", "ff")),
+        (1, "no namespace begins", (store.target, "--all", "--namespace", "ff")),
         (1, "nothing of this prompt", (store.target, prompt, "--up-to", 10)),
     ):
         found, _, err = run(*arguments)
