@@ -1,5 +1,5 @@
 """`python -m kvtier.tools`: the command, where its script is not on the path."""
 
-from .cli import main
+from .entry import main
 
 main()

@@ -140,7 +140,7 @@ def known_faults(engine: Mapping[str, Any]) -> Iterator[Finding]:
             name,
             f"prefix_match_unit {unit} below the block size{sure}: vLLM's copy-on-write skips "
             "views that begin at the same address, and answers silently differ",
-            "leave --prefix-match-unit unset, or switch --no-enable-prefix-caching on",
+            "leave --prefix-match-unit unset, or start vLLM with --no-enable-prefix-caching",
         )
     else:
         yield ok(name, "no configuration with the known copy-on-write fault")

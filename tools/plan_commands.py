@@ -92,7 +92,7 @@ def plan(
     speeds = all_speeds(ram_speed, disk_read, disk_write, prefill, latency_ms)
     wish = planning.Wish(kv, chosen, speeds, session_tokens, chunk_tokens, disk_path)
     traced = None if trace is None else planning.TraceWish(trace, users, share_prefix)
-    with TraceErrors():
+    with TraceErrors(trace):
         result = planning.plan(wish, traced, jobs)
     if png is not None:
         _draw_plan(png, result, chosen)

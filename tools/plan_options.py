@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import TYPE_CHECKING, Annotated, Optional
 
 import typer
@@ -40,7 +41,11 @@ Latency = Annotated[float, typer.Option(help="Least time of any load, ms.", min=
 
 
 class TraceErrors:
-    """Gives a broken trace its exit code."""
+    """Gives a trace that is broken, or cannot be read, its exit code and one line."""
+
+    def __init__(self, source: str | None) -> None:
+        """Take the file or folder that was named, if any."""
+        self._source = None if source is None else os.path.expanduser(source)
 
     def __enter__(self) -> None:
         """Nothing to do."""
@@ -51,6 +56,8 @@ class TraceErrors:
 
         if isinstance(error, TraceError):
             raise CommandError(str(error), ExitCode.WRONG_FORMAT) from None
+        if isinstance(error, OSError) and error.filename == self._source:
+            raise CommandError(f"{self._source}: {error.strerror}", ExitCode.USAGE) from None
 
 
 def size_of(option: str, text: str) -> int:

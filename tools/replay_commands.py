@@ -103,7 +103,7 @@ def replay(
         raise CommandError(f"--load-policy {load_policy!r} is not auto or always", ExitCode.USAGE)
     device_tokens = size_of("--device", device) // max(1, shape.stored_bytes_per_token)
     setup = Setup(shape, speeds, device_tokens, gated=load_policy == "auto")
-    with TraceErrors():
+    with TraceErrors(trace):
         results = run_all(
             Job(trace, setup, users, share_prefix, merge),
             all_sizes(sizes),

@@ -147,6 +147,18 @@ def safe_url(url: str) -> str:
     return urlunsplit((parts.scheme, parts.netloc.rpartition("@")[2], parts.path, "", ""))
 
 
+def plain(error: BaseException) -> str:
+    """Return in words what one of `HTTP_ERRORS` says."""
+    reason = getattr(error, "reason", error)  # urllib puts its own class around a socket's
+    if isinstance(error, urllib.error.HTTPError):
+        return f"it answers {error.code} {error.reason}"
+    if isinstance(reason, TimeoutError):
+        return "no answer in time"
+    if isinstance(reason, OSError) and reason.strerror:
+        return reason.strerror
+    return str(reason) or type(reason).__name__
+
+
 def scrape(url: str, timeout_s: float = 5.0) -> Page:
     """Fetch and read a metrics page. Blocking.
 
@@ -160,8 +172,7 @@ def scrape(url: str, timeout_s: float = 5.0) -> Page:
     except urllib.error.HTTPError as error:
         raise CommandError(f"{where}: answers {error.code}", ExitCode.WRONG_FORMAT) from None
     except HTTP_ERRORS as error:
-        reason = getattr(error, "reason", None) or str(error) or type(error).__name__
-        raise CommandError(f"{where}: {reason}", ExitCode.UNREACHABLE) from None
+        raise CommandError(f"{where}: {plain(error)}", ExitCode.UNREACHABLE) from None
     page = parse(text)
     if not page.values:
         raise CommandError(f"{where}: no metrics page", ExitCode.WRONG_FORMAT)

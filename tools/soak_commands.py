@@ -183,11 +183,8 @@ def _check_traffic(traffic: str) -> None:
     from .plan_options import TraceErrors
     from .traces_read import read_trace
 
-    try:
-        with TraceErrors():
-            read_trace(traffic, share_prefix=True)
-    except OSError as error:
-        raise CommandError(f"--traffic {traffic}: {error.strerror}", ExitCode.USAGE) from None
+    with TraceErrors(traffic):
+        read_trace(traffic, share_prefix=True)
 
 
 def exit_code(found: dict[str, Any]) -> ExitCode:

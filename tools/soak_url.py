@@ -11,7 +11,7 @@ from typing import Any, cast
 
 from .exit_codes import ExitCode
 from .reporting import CommandError
-from .scrape import HTTP_ERRORS, Page, call, safe_url, scrape, server_root
+from .scrape import HTTP_ERRORS, Page, call, plain, safe_url, scrape, server_root
 from .soak_engine import NO_KVTIER
 from .soak_types import TOP_LOGPROBS, Ask, Reply, SoakError, Top
 
@@ -45,7 +45,7 @@ class UrlEngine:
             models = {str(r["id"]): r.get("max_model_len") for r in self._get("/v1/models")["data"]}
         except (*HTTP_ERRORS, KeyError, TypeError, AttributeError) as error:
             raise CommandError(
-                f"{safe_url(self._root)}: no OpenAI-compatible server: {error}",
+                f"{safe_url(self._root)}: no OpenAI-compatible server: {plain(error)}",
                 ExitCode.UNREACHABLE,
             ) from None
         chosen = [name for name in models if model in (None, name)]
@@ -80,7 +80,9 @@ class UrlEngine:
             with call(f"{self._root}/tokenize", 30, body) as answer:
                 return [int(token) for token in json.load(answer)["tokens"]]
         except (*HTTP_ERRORS, KeyError, TypeError) as error:
-            raise SoakError(f"{safe_url(self._root)} makes no tokens of a text: {error}") from None
+            raise SoakError(
+                f"{safe_url(self._root)} makes no tokens of a text: {plain(error)}"
+            ) from None
 
     def ask(self, ask: Ask) -> Reply:
         """Run one request to its end, or until it is given up.
@@ -115,8 +117,7 @@ class UrlEngine:
         except (*HTTP_ERRORS, KeyError, TypeError, IndexError) as error:
             if ask.abort_after_s is not None and _is_timeout(error):
                 return Reply((), (), len(ask.prompt), aborted=True)
-            text = str(error) or type(error).__name__
-            raise SoakError(f"{safe_url(self._root)} broke off: {text}") from None
+            raise SoakError(f"{safe_url(self._root)} broke off: {plain(error)}") from None
 
     def _read(
         self, answer: Any, n_prompt: int, began_s: float, abort_after_s: float | None

@@ -15,7 +15,7 @@ from ..connector.warm_request import MAX_KEYS
 from ..storage.key import key_name
 from .exit_codes import ExitCode
 from .reporting import CommandError
-from .scrape import HTTP_ERRORS, call, safe_url, server_root
+from .scrape import HTTP_ERRORS, call, plain, safe_url, server_root
 
 _CONNECT_S = 2.0
 _POLL_S = 0.05
@@ -170,7 +170,7 @@ def wake_server(url: str) -> None:
         _json(f"{base}/v1/completions", {"model": model, "prompt": "a", "max_tokens": 1})
     except (*HTTP_ERRORS, KeyError, IndexError, TypeError) as error:
         where = safe_url(base)
-        raise CommandError(f"{where} was not woken: {error}", ExitCode.UNREACHABLE) from None
+        raise CommandError(f"{where} was not woken: {plain(error)}", ExitCode.UNREACHABLE) from None
 
 
 def _json(url: str, body: object = None) -> Any:

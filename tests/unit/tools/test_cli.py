@@ -63,6 +63,24 @@ def test_help_imports_nothing_heavy():
     assert done.stderr.strip() == "[]"
 
 
+def test_ctrl_c_while_the_command_starts_is_one_line():
+    """Ctrl-C before anything is imported: 130, and no traceback."""
+    code = (
+        "import sys\n"
+        "class Stop:\n"
+        "    def find_spec(self, name, *_):\n"
+        "        if name == 'typer':\n"
+        "            raise KeyboardInterrupt\n"
+        "sys.meta_path.insert(0, Stop())\n"
+        "from kvtier.tools.entry import main\n"
+        "main()\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert (done.returncode, done.stderr) == (130, "kvtier: interrupted\n")
+
+
 def test_version():
     """--version prints the version of the package."""
     assert run(cli.app, ["--version"]).stdout == f"kvtier {__version__}\n"

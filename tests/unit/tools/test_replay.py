@@ -320,7 +320,7 @@ def test_wrong_options_are_one_line(options, reason):
 
 @pytest.mark.parametrize(
     ("content", "code", "reason"),
-    [(None, 4, "No such file"), ('{"a": 1}\n', 5, "of no known trace"), ("x", 5, "is no JSON")],
+    [(None, 2, "No such file"), ('{"a": 1}\n', 5, "of no known trace"), ("x", 5, "is no JSON")],
 )
 @pytest.mark.parametrize("jobs", [1, 2])
 def test_a_trace_that_cannot_be_read_ends_the_command(tmp_path, jobs, content, code, reason):

@@ -227,8 +227,12 @@ def test_metrics_have_the_names_of_an_engine_of_our_own():
 
 def test_what_is_no_server_is_told():
     """Nobody there, another model, a refusal: one line each."""
-    with pytest.raises(CommandError, match="no OpenAI-compatible server"):
+    with pytest.raises(CommandError, match=r"no OpenAI-compatible server: Connection refused$"):
         UrlEngine("http://127.0.0.1:9")
+    with pytest.raises(CommandError, match=r"not woken: Connection refused$"):
+        wake_server("http://127.0.0.1:9")
+    with pytest.raises(CommandError, match=r"metrics: Connection refused$"):
+        scrape(metrics_url("http://127.0.0.1:9"))
     with Server() as server:
         with pytest.raises(CommandError, match="there is hash"):
             UrlEngine(server.url, "other")
