@@ -304,15 +304,19 @@ class Auditor:
         self._counts.add("audit_dropped_chunks", len(known))
         return len(known)
 
-    def _drop(self, key: bytes) -> None:
-        """Forget a chunk, and have every rank take its records out of sight."""
+    def condemn(self, keys: Sequence[bytes], reason: str) -> None:
+        """Forget chunks known to be wrong, and have every rank take their records out of sight."""
+        for key in keys:
+            self._drop(key, reason)
+
+    def _drop(self, key: bytes, reason: str = REASON) -> None:
         entry = self._catalog.get(key)
         if entry is not None:
             self._catalog.drop(key)
             if entry.writes:  # once more when it has been written, and not served till then
                 self._writing.append((entry, self._ledger.clock()))
                 self._catalog.ban(key, banned=True)
-        self._removals += [(tier, key, REASON) for tier in self._catalog.tiers]
+        self._removals += [(tier, key, reason) for tier in self._catalog.tiers]
 
     def reset(self) -> None:
         """The namespace is void: there is nothing left to take out of sight."""

@@ -239,7 +239,11 @@ class KVTierConnector(base.KVConnectorBase_V1, base.SupportsHMA):
     def update_connector_output(self, connector_output: Any) -> None:
         """Take in what the workers report."""
         meta = connector_output.kv_connector_worker_meta
-        if self._scheduler is not None and isinstance(meta, WorkerReports):
+        if self._scheduler is None:
+            return
+        if connector_output.invalid_block_ids:  # another connector's: ours names requests
+            self._scheduler.spoiled()
+        if isinstance(meta, WorkerReports):
             self._scheduler.settle(meta.reports)
 
     def request_finished(

@@ -57,6 +57,7 @@ METRICS: tuple[Metric, ...] = (
     Metric("audit_differing_chunks", (), "Chunks that differed beyond the noise."),
     Metric("audit_dropped_chunks", (), "Chunks dropped for that, those after them included."),
     Metric("audit_skipped_chunks", ("reason",), "Chunks of audited hits that were not compared."),
+    Metric("spoiled_chunks", (), "Saves dropped because another connector's load failed."),
     Metric("recorded_requests", (), "Requests written to the recording."),
     Metric("recording_dropped_requests", (), "Requests that the recording lacks."),
     Metric("warmed_chunks", ("tier",), "Chunks brought up into RAM because somebody asked."),

@@ -30,6 +30,7 @@ from .save_tracker import SaveTracker
 from .settlement import Settlement
 from .shared_lookup import SharedLookup
 from .short_copies import ShortCopies
+from .spoiled_steps import SpoiledSteps
 from .standing import Standing
 from .tally import Tally
 from .tier_states import TierStates
@@ -99,6 +100,7 @@ class SchedulerHalf:
         )
         self._shared = SharedLookup(geometry, catalog, clock, self.counts)
         self.gate = Gate(self.options.load_policy)
+        self._spoiled = SpoiledSteps()
         self._tier_states = TierStates(
             catalog, self._shared, n_ranks, clock, self.options.shared.tiers
         )
@@ -282,10 +284,12 @@ class SchedulerHalf:
                 if tracker is not None and table is not None:
                     self._saves.plan_states(tracker.hashes, tracker.save, table, states)
             self._saves.plan_write_back()
+        saves = self._saves.take()
+        self._spoiled.planned(saves)
         plan = Plan(
             idle=n_tokens == 0,
             namespace=fresh,
-            saves=self._saves.take(),
+            saves=saves,
             loads=self._load_plans.take() + self._extra_loads(),
             cancels=tuple(self._cancels),
             touches=tuple((tier, tuple(keys)) for tier, keys in self._touches.items()),
@@ -330,6 +334,12 @@ class SchedulerHalf:
             self._saves.plan_prompt(
                 tracker.hashes, tracker.save, table, valid_tokens, prompt_tokens
             )
+
+    def spoiled(self) -> None:
+        """Another connector failed a load in a step that is over: its saves may be wrong."""
+        keys = self._spoiled.take()
+        self.counts.add("spoiled_chunks", len(keys))
+        self._auditor.condemn(keys, "spoiled")
 
     def pages_begin(self, first_page: int) -> bool:
         """Leave the pages before ``first_page`` to the ranks' staging; False: it is too late."""
@@ -390,6 +400,7 @@ class SchedulerHalf:
     def take_counts(self) -> dict[str, float]:
         """Return counters since the last call; a step's last one."""
         self._tier_states.step_ends()
+        self._spoiled.over()
         self._standing.add_evictions(self.counts)
         self._extras.hand_over_counts()
         return self.counts.take()

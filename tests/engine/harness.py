@@ -147,7 +147,9 @@ class Engine:
 
     @property
     def half(self):
-        return self.connector.scheduler_half if self.connector is not None else None
+        several = getattr(self.connector, "_connectors", [self.connector])  # MultiConnector's
+        halves = [getattr(one, "scheduler_half", None) for one in several]
+        return next((half for half in halves if half is not None), None)
 
     @property
     def worker(self):
@@ -174,7 +176,9 @@ class Engine:
                     self._prefill.setdefault(output.request_id, output.prefill_stats)
             told = outputs.scheduler_stats
             if told is not None and told.kv_connector_stats:
-                for name, value in told.kv_connector_stats.items():
+                counted = told.kv_connector_stats
+                counted = counted.get("KVTierConnector", counted)  # beside others
+                for name, value in counted.get("data", counted).items():
                     if name.startswith("gauge."):
                         self.stats[name] = value
                     else:
