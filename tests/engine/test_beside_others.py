@@ -11,7 +11,7 @@ N = 6
 def test_what_was_computed_on_blocks_that_another_failed_to_load_is_never_served(
     tmp_path, monkeypatch
 ):
-    """The engine computes again; what kvtier saved of the first time is gone, and other prompts stay."""
+    """It is computed again; what kvtier saved of the first time is gone, what came before stays."""
     from vllm.config import KVTransferConfig
 
     from .failing_connector import FailingLoads
