@@ -7,7 +7,17 @@ from collections.abc import Iterable, Mapping, Sequence
 from html import escape
 from typing import Any
 
-from .soak_svg import Band, Line, groups, lines_over_time, n_bytes, number, stacked_over_time
+from .soak_svg import (
+    Band,
+    Line,
+    groups,
+    lines_over_time,
+    n_bytes,
+    number,
+    seconds,
+    stacked_over_time,
+)
+from .soak_words import amount, an_hour, plain, series
 
 PLOTS = ("ttft", "hits", "memory", "handles", "device", "queue", "stores")
 """What every report draws, as ``plot-NAME``."""
@@ -31,6 +41,7 @@ svg text{font:11px system-ui,sans-serif;fill:var(--soft)}.grid{stroke:var(--line
 .fault{fill:var(--bad);opacity:.16}
 .legend span{margin-right:14px;font-size:13px;white-space:nowrap}
 .legend i{display:inline-block;width:10px;height:10px;border-radius:2px;margin-right:5px}
+.legend i.dashed{height:0;width:18px;border-radius:0;border-top:2px dashed;margin-bottom:4px}
 .wide{overflow-x:auto}table{border-collapse:collapse;width:100%;font-size:13px}
 th{text-align:left;font-weight:600;color:var(--soft)}
 td,th{padding:4px 10px 4px 0;border-bottom:1px solid var(--line);vertical-align:top}
@@ -199,19 +210,22 @@ def steadiness_table(steady: Mapping[str, Any]) -> str:
     """Return the verdicts on what must be flat and below its cap."""
     rows = [
         (
-            escape(row["name"].replace("_", " ")),
+            escape(series(row["name"])),
             escape(row["verdict"].replace("_", " ")),
-            *(escape(number(row[k])) if row[k] is not None else "-"
-              for k in ("first", "last", "growth", "allowed", "slope_per_h")),
+            *(escape(amount(row["name"], row[k])) for k in ("first", "last", "growth", "allowed")),
+            escape(seconds(row["watched_s"])),
+            escape(an_hour(row)),
         )
         for row in steady["growth"]
-    ]  # fmt: skip
+    ]
     rows += [
-        (escape(row["name"].replace("_", " ")), escape(row["verdict"].replace("_", " ")), "-",
-         escape(number(row["most"])), "-", escape(number(row["cap"])), "-")
+        (escape(series(row["name"])), escape(row["verdict"].replace("_", " ")), "-",
+         escape(amount(row["name"], row["most"])), "-", escape(amount(row["name"], row["cap"])),
+         "-", "-")
         for row in steady["caps"]
     ]  # fmt: skip
-    columns = ("series", "verdict", "first third", "last third", "growth", "allowed", "an hour")
+    columns = ("series", "verdict", "first third", "last third", "growth", "allowed", "watched",
+               "an hour")  # fmt: skip
     return table(columns, rows)
 
 
@@ -270,16 +284,8 @@ def _mismatches(rows: Sequence[Mapping[str, Any]], more: int) -> str:
 
 def details(title: str, rows: Iterable[tuple[str, Any]]) -> str:
     """Return a table that opens on a click."""
-    body = [(escape(str(k)), escape(_value(v))) for k, v in rows]
+    body = [(escape(str(k)), escape(plain(str(k), v))) for k, v in rows if v is not None]
     return f"<details><summary>{title}</summary>{table(('name', 'value'), body)}</details>"
-
-
-def _value(value: Any) -> str:
-    if isinstance(value, Mapping):
-        return ", ".join(f"{k}: {_value(v)}" for k, v in value.items())
-    if isinstance(value, (list, tuple)):
-        return ", ".join(_value(v) for v in value) or "none"
-    return f"{value:g}" if isinstance(value, float) else str(value)
 
 
 def table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:

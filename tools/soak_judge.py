@@ -7,6 +7,7 @@ from typing import Any
 
 from .soak_truth import compare
 from .soak_types import Reply, Script, Turn
+from .soak_words import amount, series
 
 KVTIER, VLLM, UNCLEAR = "kvtier", "vllm", "unclear"
 MAX_TRIED = 6
@@ -232,16 +233,19 @@ def steadiness_findings(
         finding(
             KVTIER,
             "grows",
-            f"{row['name']} grows: {row['first']:.0f} to {row['last']:.0f} in "
-            f"{row['watched_s']:.0f} s, {row['slope_per_h']:.0f} an hour "
-            f"(allowed {row['allowed']:.0f} in all)",
+            f"{series(row['name'])} grows: {amount(row['name'], row['first'])} to "
+            f"{amount(row['name'], row['last'])} in {row['watched_s']:.0f} s "
+            f"(allowed {amount(row['name'], row['allowed'])} in all)",
         )
         for row in growth
         if row["verdict"] == "grows"
     ]
     out += [
         finding(
-            KVTIER, "over_cap", f"{row['name']}: {row['most']:.0f}, the cap is {row['cap']:.0f}"
+            KVTIER,
+            "over_cap",
+            f"{series(row['name'])}: {amount(row['name'], row['most'])}, "
+            f"the cap is {amount(row['name'], row['cap'])}",
         )
         for row in caps
         if row["verdict"] == "over_cap"

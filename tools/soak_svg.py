@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
 
@@ -126,9 +126,18 @@ class _Frame:
         return out
 
 
-def _figure(name: str, title: str, note: str, keys: Sequence[str], body: Sequence[str]) -> str:
-    legend = "".join(f'<span><i style="background:{colour(key, i)}"></i>{escape(key)}'
-                     "</span>" for i, key in enumerate(keys))  # fmt: skip
+def _figure(
+    name: str,
+    title: str,
+    note: str,
+    keys: Sequence[str],
+    body: Sequence[str],
+    dashed: Collection[str] = (),
+) -> str:
+    legend = "".join(
+        f"<span>{_mark(colour(key, i), dashed=key in dashed)}{escape(key)}</span>"
+        for i, key in enumerate(keys)
+    )
     return (
         f'<figure id="plot-{name}"><figcaption><b>{escape(title)}</b> {escape(note)}'
         f'<div class="legend">{legend}</div></figcaption>'
@@ -136,6 +145,12 @@ def _figure(name: str, title: str, note: str, keys: Sequence[str], body: Sequenc
         + "".join(body)
         + "</svg></figure>"
     )
+
+
+def _mark(colour: str, *, dashed: bool) -> str:
+    if dashed:
+        return f'<i class="dashed" style="border-color:{colour}"></i>'
+    return f'<i style="background:{colour}"></i>'
 
 
 def lines_over_time(
@@ -171,7 +186,8 @@ def lines_over_time(
             f'<polyline fill="none" stroke="{colour(line.name, i)}" stroke-width="1.6"'
             f'{dash} points="{path}"><title>{escape(line.name)}</title></polyline>'
         )
-    return _figure(name, title, note, [line.name for line in lines], body)
+    dashed = [line.name for line in lines if line.dashed]
+    return _figure(name, title, note, [line.name for line in lines], body, dashed)
 
 
 def stacked_over_time(

@@ -9,13 +9,13 @@ from pathlib import Path
 import pytest
 
 from kvtier.tools.soak_driver import Result
-from kvtier.tools.soak_html import PLOTS, page
-from kvtier.tools.soak_judge import charge
+from kvtier.tools.soak_html import PLOTS, details, page, steadiness_table
+from kvtier.tools.soak_judge import charge, steadiness_findings
 from kvtier.tools.soak_options import SoakOptions
 from kvtier.tools.soak_record import HitTimeline, Record, Times
 from kvtier.tools.soak_storage_html import PLOTS as STORAGE_PLOTS
 from kvtier.tools.soak_storage_html import storage_page
-from kvtier.tools.soak_svg import n_bytes, number, seconds, ticks
+from kvtier.tools.soak_svg import Line, lines_over_time, n_bytes, number, seconds, ticks
 from kvtier.tools.soak_truth import Noise, compare
 from kvtier.tools.soak_types import ChunkUse, Reply
 
@@ -166,6 +166,48 @@ def test_long_soaks_keep_bounded_figures():
         times.add(1, i / 20_000)
     assert times.median(1) == pytest.approx(0.5, abs=0.1)
     assert times.median(2) is None
+
+
+GROWTH = {
+    "name": "rss_bytes", "verdict": "flat", "samples": 60, "growth": 3 << 20, "allowed": 48 << 20,
+    "slope_per_h": 2.0 * 2**30, "first": 2.0 * 2**30, "last": 2.0 * 2**30, "watched_s": 120.0,
+}  # fmt: skip
+
+
+def test_figures_of_the_page_have_names_and_units():
+    """Two minutes tell nothing about an hour; bytes say their unit; what is not set is left out."""
+    text = steadiness_table({"growth": [GROWTH], "caps": []})
+    assert "<td>resident memory</td><td>flat</td>" in text
+    assert "<td>3 MiB</td><td>48 MiB</td><td>120 s</td><td>-</td>" in text
+    text = steadiness_table({"growth": [{**GROWTH, "watched_s": 7200.0}], "caps": []})
+    assert "<td>2 GiB</td></tr>" in text
+    cap = {"name": "disk_bytes", "verdict": "held", "most": 3 << 20, "cap": 4 << 20}
+    assert "<td>4 MiB</td>" in steadiness_table({"growth": [], "caps": [cap]})
+    rows = {"loaded_bytes.disk": 382239000.0, "hits": 1234567.0, "url": None, "seed": 1234}
+    text = details("Counters", rows.items())
+    assert "364.5 MiB" in text
+    assert "1,234,567" in text
+    assert "<td>1234</td>" in text
+    assert "url" not in text
+
+
+def test_findings_about_growth_read_like_the_table():
+    """A finding says what grows, with units, and only what was seen."""
+    grown = {**GROWTH, "verdict": "grows", "last": 3.0 * 2**30}
+    over = {"name": "disk_bytes", "verdict": "over_cap", "most": 3 << 20, "cap": 2 << 20}
+    found = [f["text"] for f in steadiness_findings([grown], [over], [])]
+    assert found == [
+        "resident memory grows: 2 GiB to 3 GiB in 120 s (allowed 48 MiB in all)",
+        "disk: 3 MiB, the cap is 2 MiB",
+    ]
+
+
+def test_a_cap_is_told_from_its_series_in_the_legend():
+    """Both are of one colour at times: a dashed line has a dashed mark."""
+    lines = [Line("disk", [(0, 1), (1, 2)]), Line("disk's cap", [(0, 3), (1, 3)], dashed=True)]
+    legend = lines_over_time("x", "x", lines).partition("<svg")[0]
+    assert legend.count('<i class="dashed"') == 1
+    assert '<i class="dashed" style="border-color:#e69f00"></i>disk&#x27;s cap' in legend
 
 
 def test_axes_are_round():
