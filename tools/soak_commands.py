@@ -20,12 +20,13 @@ from .reporting import CommandError, finish, note, print_json, reported
 from .soak_listener import Listener
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
     from .soak_options import SoakOptions
 
 FINDINGS_SHOWN = 12
 REFRESH_S = 1.0
+LINE_S = 60.0  # where there is no terminal: a log of days stays readable
 
 
 def add_soak_verb(app: typer.Typer) -> None:
@@ -243,31 +244,35 @@ def _interruptible() -> Iterator[threading.Event]:
 
 
 class Progress(Listener):
-    """One line on a terminal, rewritten: phase, share, time left."""
+    """How far it is: one line on a terminal, rewritten; elsewhere a line a minute.
 
-    def __init__(self, shown: bool) -> None:
+    Args:
+        shown: whether there is a terminal.
+        clock: tells seconds.
+    """
+
+    def __init__(self, shown: bool, clock: Callable[[], float] = time.monotonic) -> None:
         self._shown = shown
+        self._now = clock
         self._phase = ""
-        self._at_s = 0.0
+        self._at_s = clock()
         self._line = reporting.Progress()
 
     def phase(self, text: str) -> None:
         """Begin a phase."""
         self._phase = text
-        self._write(text)
+        if self._shown:
+            self._line.show(text)
 
     def progress(self, done_s: float, of_s: float, text: str) -> None:
-        """Say how far it is, once a second."""
-        now_s = time.monotonic()
-        if now_s - self._at_s < REFRESH_S:
+        """Say how far it is, once a second; where that is no terminal, once a minute."""
+        now_s = self._now()
+        if now_s - self._at_s < (REFRESH_S if self._shown else LINE_S):
             return
         self._at_s = now_s
         left = _clock(max(0.0, of_s - done_s))
-        self._write(f"{self._phase}: {_clock(done_s)} of {_clock(of_s)}, {left} left; {text}")
-
-    def _write(self, text: str) -> None:
-        if self._shown:
-            self._line.show(text)
+        line = f"{self._phase}: {_clock(done_s)} of {_clock(of_s)}, {left} left; {text}"
+        self._line.show(line) if self._shown else note(line)
 
 
 def _clock(seconds: float) -> str:

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from kvtier.tools.soak_commands import Progress
 from kvtier.tools.soak_driver import Result
 from kvtier.tools.soak_html import PLOTS, details, page, steadiness_table
 from kvtier.tools.soak_judge import charge, steadiness_findings
@@ -208,6 +209,20 @@ def test_a_cap_is_told_from_its_series_in_the_legend():
     legend = lines_over_time("x", "x", lines).partition("<svg")[0]
     assert legend.count('<i class="dashed"') == 1
     assert '<i class="dashed" style="border-color:#e69f00"></i>disk&#x27;s cap' in legend
+
+
+def test_a_soak_into_a_file_says_a_line_a_minute(capsys):
+    """Where stderr is no terminal nobody sees a line that is rewritten."""
+    now_s = [0.0]
+    progress = Progress(False, lambda: now_s[0])
+    progress.phase("soaking")
+    for second in range(150):
+        now_s[0] = float(second)
+        progress.progress(second, 300.0, f"{second} answers")
+    assert capsys.readouterr().err.splitlines() == [
+        "soaking: 1:00 of 5:00, 4:00 left; 60 answers",
+        "soaking: 2:00 of 5:00, 3:00 left; 120 answers",
+    ]
 
 
 def test_axes_are_round():
