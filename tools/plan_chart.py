@@ -13,11 +13,13 @@ from .exit_codes import ExitCode
 from .reporting import CommandError, size
 
 if TYPE_CHECKING:
+    from PIL.Image import Image
     from PIL.ImageDraw import ImageDraw
 
 WIDTH, HEIGHT = 1200, 700
 LEFT, TOP, RIGHT, BOTTOM = 90, 70, 40, 80
 COLOURS = ("#0b62a4", "#d9541a", "#3a8f3a", "#7b4fa3", "#8a6d1d", "#444444")
+SMOOTH = 4  # drawn so much larger, then made smaller
 GREY = "#d5d5d5"
 
 
@@ -62,7 +64,7 @@ def draw_curves(path: str, title: str, curves: Sequence[Curve], marks: Sequence[
     if not any(curve.points for curve in curves):
         raise CommandError("there is nothing to draw")
     image = Image.new("RGB", (WIDTH, HEIGHT), "white")
-    canvas = _Canvas(ImageDraw.Draw(image), ImageFont.load_default(16), curves, marks)
+    canvas = _Canvas(image, ImageDraw.Draw(image), ImageFont.load_default(16), curves, marks)
     canvas.text((LEFT, 12), title, ImageFont.load_default(22))
     canvas.frame()
     for mark in marks:
@@ -72,14 +74,30 @@ def draw_curves(path: str, title: str, curves: Sequence[Curve], marks: Sequence[
     image.save(path, format="PNG")
 
 
+def size_ticks(low: int, high: int) -> list[int]:
+    """Return the powers of two to mark, some ten at most: from ``low`` to ``high`` or just above.
+
+    The axis ends where the last of them stands.
+    """
+    step = max(1, math.ceil((high - low) / 9))
+    return list(range(low, max(high, low + 1) + step, step))
+
+
 class _Canvas:
     def __init__(
-        self, draw: ImageDraw, font: Any, curves: Sequence[Curve], marks: Sequence[Mark]
+        self,
+        image: Image,
+        draw: ImageDraw,
+        font: Any,
+        curves: Sequence[Curve],
+        marks: Sequence[Mark],
     ) -> None:
         sizes = [n for curve in curves for n, _ in curve.points] + [m.n_bytes for m in marks]
         logs = [math.log2(max(1.0, n)) for n in sizes]
-        self._low, self._high = math.floor(min(logs)), math.ceil(max(logs))
-        self._high = max(self._high, self._low + 1)
+        self._low = math.floor(min(logs))
+        self._powers = size_ticks(self._low, math.ceil(max(logs)))
+        self._high = self._powers[-1]
+        self._image = image
         self._draw = draw
         self._font = font
 
@@ -105,8 +123,7 @@ class _Canvas:
             y = self._y(tenth / 10)
             self._draw.line((LEFT, y, WIDTH - RIGHT, y), fill=GREY)
             self.text((LEFT - 10, y), f"{tenth * 10} %", anchor="rm")
-        step = max(1, math.ceil((self._high - self._low) / 9))
-        for power in range(self._low, self._high + 1, step):
+        for power in self._powers:
             x = self._x(2.0**power)
             self._draw.line((x, TOP, x, HEIGHT - BOTTOM), fill=GREY)
             self.text((x, HEIGHT - BOTTOM + 10), size(2.0**power), anchor="ma")
@@ -119,12 +136,22 @@ class _Canvas:
             self._draw.line((x, y, x, y + 6), fill="#888888", width=2)
         self.text((x, TOP - 8), mark.name, fill="#555555", anchor="mb")
 
-    def curve(self, curve: Curve, colour: str, number: int) -> None:
-        points = [(self._x(n), self._y(share)) for n, share in curve.points]
+    def _smooth(self, curve: Curve) -> Image:
+        """Return where a curve covers a pixel, and how much of it: Pillow's lines have steps."""
+        from PIL import Image, ImageDraw
+
+        mask = Image.new("L", (WIDTH * SMOOTH, HEIGHT * SMOOTH))
+        draw = ImageDraw.Draw(mask)
+        points = [(self._x(n) * SMOOTH, self._y(s) * SMOOTH) for n, s in curve.points]
         if len(points) > 1:
-            self._draw.line(points, fill=colour, width=3, joint="curve")
+            draw.line(points, fill=255, width=3 * SMOOTH, joint="curve")
+        r = 4 * SMOOTH
         for x, y in points:
-            self._draw.ellipse((x - 4, y - 4, x + 4, y + 4), fill=colour)
+            draw.ellipse((x - r, y - r, x + r, y + r), fill=255)
+        return mask.resize((WIDTH, HEIGHT), Image.Resampling.BOX)
+
+    def curve(self, curve: Curve, colour: str, number: int) -> None:
+        self._image.paste(colour, mask=self._smooth(curve))
         y = HEIGHT - BOTTOM - 30 - 26 * number
         self._draw.rectangle((WIDTH - 336, y - 13, WIDTH - RIGHT - 2, y + 13), fill="white")
         self._draw.line((WIDTH - 330, y, WIDTH - 290, y), fill=colour, width=3)

@@ -7,6 +7,7 @@ import json
 import shlex
 import subprocess
 import sys
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,7 @@ import pytest
 from kvtier.connector import config
 from kvtier.tools.model_sizes import MODELS, ModelError, find_model, from_config
 from kvtier.tools.plan import TraceWish, Wish, pays_from, plan, settings_text
+from kvtier.tools.plan_chart import size_ticks
 from kvtier.tools.replay_chunks import Shape
 from kvtier.tools.replay_tiers import Sizes, Speeds
 
@@ -284,6 +286,19 @@ def test_the_picture_shows_the_curves(tmp_path):
         middle = ((LEFT + WIDTH - RIGHT) // 2, (TOP + HEIGHT - BOTTOM) // 2)
         assert "#{:02x}{:02x}{:02x}".format(*drawn.getpixel(middle)) == COLOURS[0]
         assert drawn.size == (WIDTH, HEIGHT)
+        part = drawn.crop((LEFT + 50, TOP + 20, middle[0] - 50, HEIGHT - BOTTOM - 20))
+        assert len(part.getcolors()) > 8  # no text there: the line's edges are smooth
+
+
+def test_the_last_size_of_the_axis_is_named():
+    """The axis ends at a size that is marked, and holds every size that is drawn."""
+    for low in range(20, 40):
+        for high in range(low, low + 40):
+            marked = size_ticks(low, high)
+            assert marked[0] == low
+            assert marked[-1] >= max(high, low + 1)
+            assert 2 <= len(marked) <= 11
+            assert len({b - a for a, b in pairwise(marked)}) == 1
 
 
 @pytest.mark.parametrize(
@@ -293,7 +308,7 @@ def test_the_picture_shows_the_curves(tmp_path):
         (["--model", "Qwen3-8B"], 2, "give --ram, --disk or both"),
         (["--model", "Qwen3-8B", "--ram", "big"], 2, "--ram 'big' is no size"),
         (["--model", "Qwen3-8B", "--ram", "1GiB", "--png", "x.png"], 2, "--png needs --trace"),
-        (["--model", "Qwen3-8B", "--ram", "1GiB", "--trace", "/no/such"], 4, "/no/such: No such"),
+        (["--model", "Qwen3-8B", "--ram", "1GiB", "--trace", "/no/such"], 2, "/no/such: No such"),
     ],
 )
 def test_wrong_use_is_one_line(options, code, reason):
