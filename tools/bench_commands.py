@@ -89,7 +89,7 @@ def tiers(
     _check_folder(folder)
     options = bench_tiers.TiersBench(folder=folder, rounds=rounds, total_mib=total_mib)
     result = bench_tiers.run(options, _say)
-    print_json(result) if as_json else _rows(result["rows"])
+    print_json(result) if as_json else bench_tiers.show(result["rows"])
 
 
 @bench.command(epilog=EXIT_CODES_HELP)

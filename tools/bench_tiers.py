@@ -39,9 +39,10 @@ from ..storage.jobs import (
 from ..storage.ram import Arena
 from ..storage.record import payload_checksum
 from .plain_io import time_plain_read, write_plain
+from .reporting import table
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Callable, Iterable, Mapping, Sequence
 
     from ..storage.tier import Tier
 
@@ -110,6 +111,38 @@ def run(options: TiersBench, say: Callable[[str], None]) -> dict[str, Any]:
         },
         "rows": rows,
     }
+
+
+def show(rows: Sequence[Mapping[str, Any]]) -> None:
+    """Print one row for each size of records."""
+    table(
+        ("record", "RAM load", "RAM save", "disk load", "disk save", "verifying", "copy", "read",
+         "write"),
+        [
+            (
+                f"{row['record_mib']} MiB",
+                *(
+                    f"{row[ratio]:.2f}"
+                    for ratio in (
+                        "ram_load_ratio_to_memcpy",
+                        "ram_save_ratio_to_memcpy",
+                        "disk_load_ratio_to_odirect",
+                        "disk_save_ratio_to_odirect",
+                        "disk_verified_ratio_to_unverified",
+                    )
+                ),
+                *(
+                    f"{row['bytes'] / max(row[seconds], 1e-9) / 1e9:.2f} GB/s"
+                    for seconds in ("memcpy_s", "plain_read_s", "plain_write_s")
+                ),
+            )
+            for row in rows
+        ],
+    )  # fmt: skip
+    print(
+        "RAM and disk: 1 is as fast as the plain copy, read or write of the same bytes (right).\n"
+        "verifying: a disk load against one without checksums."
+    )
 
 
 def _measure(options: TiersBench, record_mib: int, folder: str) -> dict[str, Any]:
